@@ -1,0 +1,66 @@
+# The only command vocabulary: a person, CI and a container use the same words. `make` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+RECIPE ?=
+MLFLOW_PORT ?= 5000
+
+BIN := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/.installed
+export PATH := $(BIN):$(PATH)
+
+# uv does not read pip's settings; pass on where the user's packages come from.
+pip_setting = $(shell $(PYTHON) -m pip config get global.$(1) 2>/dev/null)
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(call pip_setting,find-links))
+export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),$(call pip_setting,index-url))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup rebuild test test-slow check fix ui deploy lock bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+setup: $(STAMP) ## virtual environment with the locked dependencies
+
+$(STAMP): pyproject.toml requirements.lock requirements-dev.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; set PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.lock uv
+	env $(if $(UV_FIND_LINKS),,-u UV_FIND_LINKS) $(if $(UV_DEFAULT_INDEX),,-u UV_DEFAULT_INDEX) \
+	  $(BIN)/uv pip install --python $(BIN)/python -c requirements.lock -c requirements-dev.lock -e '.[train,dev]'
+	@touch $@
+
+rebuild: setup ## the main job: data -> training -> evaluation -> model.onnx in release/ (RECIPE=transformer: that recipe)
+	$(if $(RECIPE),reprise recipes use $(RECIPE))
+	dvc repro
+
+test: setup ## all tests but the slow ones
+	python -m pytest
+
+test-slow: setup ## the tests that take minutes
+	python -m pytest -m slow
+
+check: setup ## format, lint, types, import contracts, dead settings: seconds
+	ruff format --check .
+	ruff check .
+	mypy
+	lint-imports
+	python -m pytest -q tests/test_config.py tests/test_structure.py
+
+fix: setup ## let ruff mend what it can
+	ruff check --fix .
+	ruff format .
+
+ui: setup ## the MLflow page, to compare runs
+	@echo "MLflow: http://127.0.0.1:$(MLFLOW_PORT)  (Ctrl-C stops it)"
+	@reprise ui --port $(MLFLOW_PORT)
+
+deploy: setup ## register the Prefect deployments (needs a running `prefect server start`)
+	prefect --no-prompt work-pool create reprise --type process --overwrite
+	prefect --no-prompt deploy --all
+
+lock: setup ## resolve the dependencies anew
+	UV_FIND_LINKS= uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate --extra train -o requirements.lock pyproject.toml
+	UV_FIND_LINKS= uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate --extra dev -c requirements.lock -o requirements-dev.lock pyproject.toml
+
+clean: ## remove what was made, keep the environment and your own files in data/source
+	rm -rf data/raw data/split data/encoded data/quarantine.jsonl runs release mlflow.db mlartifacts

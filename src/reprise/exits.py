@@ -1,0 +1,59 @@
+"""How a command ends, whether it is the command line or a flow: one clear message, and the exit code that says what happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# 130 and 143, stopped by a signal, come from stopping.Stopped.
+DONE, FAILED, WRONG_INPUT, REFUSED = 0, 1, 2, 3
+
+
+class Refused(Exception):  # noqa: N818  a verdict, not an error
+    """A gate refused: the run is finished and recorded, nothing was registered, the old release stays."""
+
+    exit_code = REFUSED
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.reasons = reasons
+        super().__init__("refused: " + "; ".join(reasons))
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what is raised inside into one message on stderr and the exit code of the contract; REPRISE_DEBUG shows tracebacks."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("reprise: stopped", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if wants_tracebacks():
+            raise
+        print(f"reprise: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: Exception) -> int:
+    """The error's own code if it has one, 2 for what the user wrote, 1 for everything else."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    return WRONG_INPUT if isinstance(error, ValueError) else FAILED
+
+
+def wants_tracebacks() -> bool:
+    """Whether --debug or REPRISE_DEBUG asked for them."""
+    return bool(os.environ.get("REPRISE_DEBUG"))
+
+
+def set_up_logging(level: int) -> None:
+    """Our own log lines on stderr, plain and without time stamps (DVC, Prefect and CI add theirs)."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ours = logging.getLogger("reprise")
+    ours.handlers[:] = [handler]
+    ours.setLevel(level)

@@ -1,0 +1,1 @@
+"""From a trained torch model to model.onnx, and the proof that both say the same."""

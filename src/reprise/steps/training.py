@@ -1,0 +1,189 @@
+"""train: the model, from its beginning or from where an earlier call stopped."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from reprise.batches import steps_per_epoch
+from reprise.checkpoint import (
+    CheckpointError,
+    State,
+    load_checkpoint,
+    require_same_environment,
+    save_checkpoint,
+    tensor_digest,
+    training_environment,
+)
+from reprise.data.dataset import EncodedDataset, open_dataset
+from reprise.device import choose_device
+from reprise.models import build_model
+from reprise.progress import training_progress
+from reprise.project import Project, run_key
+from reprise.steps.runs import BEST, LAST, has_finished, run_facts, write_json
+from reprise.stopping import Stopped, catch_signals
+from reprise.tracking import mlflow_store
+from reprise.tracking.journal import Journal
+from reprise.training.loop import FitState, count_parameters, fit, restore
+from reprise.training.optim import build_optimizers
+from reprise.training.randomness import make_deterministic
+
+logger = logging.getLogger(__name__)
+
+
+def train(project: Project, *, restart: bool = False) -> str:
+    """The key of the run, trained to its end: begun, or continued from its last checkpoint; a finished one is left alone.
+
+    Raises:
+        Stopped: a signal asked for it; the state is saved and the same call continues.
+        StaleDatasetError: the params changed since the dataset was made.
+        CheckpointError: there are checkpoints, but none can be read or they were made under another environment.
+    """
+    config, device = project.config, choose_device()
+    data = open_dataset(project.encoded_dir, config)
+    key = run_key(data.manifest.digest, config)
+    run_dir = project.run_dir(key)
+    if restart:
+        _set_aside(run_dir)
+    if has_finished(run_dir):
+        logger.info("run %s is finished already; nothing to train (--restart begins anew)", key)
+        return key
+    run_dir.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(project.params_path, run_dir / "params.yaml")
+
+    make_deterministic(config.train.seed)
+    model = build_model(config.model, data).to(device)
+    optimizers = build_optimizers(model, config.train.optimizer)
+    state = FitState()
+    if saved := _last_checkpoint(run_dir, device):
+        state = restore(model, optimizers, saved)
+        logger.info("run %s continues from step %d", key, state.step)
+    total_steps = steps_per_epoch(len(data.splits["train"]), config.train.batch_size) * config.train.max_epochs
+    logger.info(
+        "run %s: %s, %s parameters, %d steps on %s", key, project.recipe, f"{count_parameters(model):,}", total_steps, device
+    )
+
+    store = mlflow_store.open_experiment(config.registry.experiment, project.workdir)
+    run_id = mlflow_store.start_run(store, run_dir, run_facts(project, data, key, device))
+    with (
+        _recorded_status(run_dir, run_id),
+        mlflow_store.run_status(store, run_id),
+        Journal(run_dir / "journal.jsonl") as journal,
+        mlflow_store.JournalSender(store, run_dir) as sender,
+        catch_signals() as stop,
+        training_progress(config.train, total_steps, state) as show,
+    ):
+
+        def log(step: int, values: dict[str, float]) -> None:
+            journal.log(step, values)
+            if "validation/loss" in values:
+                _log_epoch(values, step, total_steps)
+            sender.flush()
+
+        def save(new: State, is_best: bool) -> None:
+            journal.sync()
+            paths = [run_dir / BEST, run_dir / LAST] if is_best else [run_dir / LAST]
+            save_checkpoint({**new, "environment": training_environment(device)}, *paths)
+
+        state = fit(
+            model,
+            optimizers,
+            data,
+            config.train,
+            config.execution,
+            device,
+            state,
+            evaluation_batch_size=config.evaluate.batch_size,
+            log=log,
+            save=save,
+            show=show,
+            stop_requested=lambda: stop.signal_number,
+        )
+        _write_result(run_dir, project, data, state, model, run_id)
+        mlflow_store.log_artifacts(store, run_id, [run_dir / BEST], folder="checkpoints")
+    return key
+
+
+def _last_checkpoint(run_dir: Path, device: torch.device) -> State | None:
+    """What training goes on from: ``last.pt``, or ``best.pt`` where the former cannot be read; None where there is neither."""
+    refusal: CheckpointError | None = None
+    for name in (LAST, BEST):
+        try:
+            saved = load_checkpoint(run_dir / name, device)
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            logger.warning("%s; falling back one slot", error)
+            refusal = error
+            continue
+        require_same_environment(saved.pop("environment"), training_environment(device), run_dir / name)
+        return saved
+    if refusal:
+        raise CheckpointError(
+            f"no checkpoint of {run_dir} can be read; `reprise train --restart` sets the run aside and begins anew"
+        )
+    return None
+
+
+@contextmanager
+def _recorded_status(run_dir: Path, run_id: str) -> Iterator[None]:
+    """result.json says ``running`` inside the block and the truth after it; a killed process leaves ``running``."""
+    result = {"status": "running", "mlflow_run_id": run_id}
+    write_json(run_dir / "result.json", result)
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):
+        write_json(run_dir / "result.json", {**result, "status": "stopped"})
+        raise
+    except BaseException as error:
+        write_json(run_dir / "result.json", {**result, "status": "failed", "error": str(error)})
+        raise
+
+
+def _write_result(run_dir: Path, project: Project, data: EncodedDataset, state: FitState, model: nn.Module, run_id: str) -> None:
+    train = project.config.train
+    epoch_steps = steps_per_epoch(len(data.splits["train"]), train.batch_size)
+    best = load_checkpoint(run_dir / BEST, torch.device("cpu"))
+    write_json(
+        run_dir / "result.json",
+        {
+            "status": "finished",
+            "recipe": project.recipe,
+            "steps": state.step,
+            "epochs": state.step // epoch_steps,
+            "best_step": state.best_step,
+            "best_metric": train.best_metric,
+            "best_value": state.best_value,
+            "seconds": round(state.seconds, 3),
+            "examples_per_second": round(len(data.splits["train"]) * (state.step // epoch_steps) / state.seconds, 1),
+            "parameters": count_parameters(model),
+            "device": str(next(model.parameters()).device),
+            "versions": {name: version(name) for name in ("reprise", "torch", "numpy", "mlflow", "dvc", "prefect", "onnx")},
+            "state_digest": tensor_digest(model.state_dict()),
+            "best_state_digest": tensor_digest(best["model"]),
+            "dataset_digest": data.manifest.digest,
+            "mlflow_run_id": run_id,
+        },
+    )
+
+
+def _log_epoch(values: dict[str, float], step: int, total_steps: int) -> None:
+    figures = "  ".join(f"{name.removeprefix('validation/')} {value:.4f}" for name, value in values.items())
+    logger.info("step %d of %d: validation %s", step, total_steps, figures)
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Move a run out of the way, beside itself, so that nothing is lost."""
+    if run_dir.exists():
+        number = next(n for n in itertools.count(1) if not run_dir.with_name(f"{run_dir.name}.aside-{n}").exists())
+        target = run_dir.with_name(f"{run_dir.name}.aside-{number}")
+        run_dir.rename(target)
+        logger.info("the earlier run lies in %s", target)

@@ -1,0 +1,185 @@
+"""How a running job is asked to stop, and what it raises then. Nothing here knows what the job does.
+
+A training polls a flag between two optimizer steps, so that it can save where it is; a step without such a place is interrupted
+where it stands. A job that DVC started also stops when DVC is gone: DVC does not pass signals on to its stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# One request often arrives twice: from the terminal or `kill -- -group`, and again from a parent that passes it on.
+ECHO_SECONDS = 1.0
+POLL_SECONDS = 0.5
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+class Stopped(Exception):  # noqa: N818  a state, as asked for; not an error
+    """The job was asked to stop and did so in good order; ``exit_code`` is 128 + the signal's number."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; the same command continues where it stopped")
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal_number
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
+        return type(self), (self.signal_number,)
+
+
+class StopFlag:
+    """True once a stop was asked for; ``signal_number`` says by which signal."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._asked_at = 0.0
+
+    def __bool__(self) -> bool:
+        return self.signal_number is not None
+
+    def raise_if_set(self) -> None:
+        if self.signal_number is not None:
+            raise Stopped(self.signal_number)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal_number is None:
+            self.signal_number, self._asked_at = number, now
+        elif now - self._asked_at > ECHO_SECONDS:
+            raise KeyboardInterrupt
+
+
+# The flag of the catch_signals() in force, if any: handlers belong to the process, so there is one at a time.
+_flag: StopFlag | None = None
+
+
+@contextmanager
+def catch_signals() -> Iterator[StopFlag]:
+    """A flag that the first SIGTERM or SIGINT sets; a second one, later than an echo of the first, raises KeyboardInterrupt.
+
+    Handlers can be set in the main thread only: elsewhere, and inside another ``catch_signals``, the flag in force is handed
+    out, and where there is none, one that is never set. A signal that the process was told to ignore (a background job of a
+    script ignores SIGINT) stays ignored.
+    """
+    global _flag
+    if _flag is not None or not _in_main_thread():
+        yield StopFlag() if _flag is None else _flag
+        return
+    _flag = StopFlag()
+    try:
+        with _handlers(_flag._on_signal):
+            yield _flag
+    finally:
+        _flag = None
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise ``Stopped`` where the main thread stands, for work that has no place to poll a flag.
+
+    A ``catch_signals`` inside takes over while it lasts. Outside the main thread nothing happens.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    if not _in_main_thread():
+        yield
+        return
+    with _handlers(interrupt):
+        yield
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _handlers(handler: Handler) -> Iterator[None]:
+    """``handler`` in force for the stop signals that are not ignored; the handlers before it come back at the end."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    taken = [number for number, old in before.items() if old is not signal.SIG_IGN and old is not None]
+    for number in taken:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+def watch_parent(poll_seconds: float = POLL_SECONDS) -> threading.Thread | None:
+    """A daemon thread that sends SIGTERM to this process when the DVC that started it is gone; None outside a DVC stage.
+
+    To be called where that signal is caught already: it comes at once where DVC died while we were starting.
+
+    Source: dvc/stage/run.py starts a stage's command through a shell with DVC_STAGE in its environment and passes no signal on:
+    SIGTERM to ``dvc repro`` kills DVC and leaves the command running.
+    """
+    if "DVC_STAGE" not in os.environ:
+        return None
+    thread = threading.Thread(target=_stop_when_gone, args=(_find_dvc(), poll_seconds), name="watch-parent", daemon=True)
+    thread.start()
+    return thread
+
+
+def _stop_when_gone(dvc: psutil.Process | None, poll_seconds: float) -> None:
+    while dvc is not None and _is_alive(dvc):
+        time.sleep(poll_seconds)
+    # A stop that is already under way (the whole group got the signal) must not look like a second, impatient request.
+    if _flag is None or not _flag:
+        logger.warning("the dvc process that started this stage is gone; stopping")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _find_dvc() -> psutil.Process | None:
+    """The process that started this stage: the nearest ancestor without the DVC_STAGE that everything under it inherits.
+
+    None where that process died before we looked: we find whoever adopted us then, init or a process of another session.
+    """
+    for ancestor in psutil.Process().parents():
+        try:
+            if _is_dvc_command(ancestor.cmdline()):
+                return ancestor
+            if "DVC_STAGE" in ancestor.environ():
+                continue
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+        # DVC used as a library has no tell-tale command line, but shares our session.
+        return ancestor if ancestor.pid != 1 and _same_session(ancestor.pid) else None
+    return None
+
+
+def _is_dvc_command(words: list[str]) -> bool:
+    names = [Path(word).name for word in words]
+    return "dvc" in names or "dvc.exe" in names
+
+
+def _same_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == os.getsid(0)
+    except (ProcessLookupError, PermissionError):
+        return False
