@@ -13,21 +13,27 @@ pip_setting = $(shell $(PYTHON) -m pip config get global.$(1) 2>/dev/null)
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(call pip_setting,find-links))
 export UV_DEFAULT_INDEX ?= $(or $(PIP_INDEX_URL),$(call pip_setting,index-url))
 
+UV = env $(if $(UV_FIND_LINKS),,-u UV_FIND_LINKS) $(if $(UV_DEFAULT_INDEX),,-u UV_DEFAULT_INDEX) $(BIN)/uv
+
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild test test-slow check fix ui deploy lock bench clean
+# Local wheels stay out of the lock: they may be builds for one machine (torch without CUDA, say).
+COMPILE = env -u UV_FIND_LINKS uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate
+.PHONY: help setup install-base rebuild test test-slow check fix ui deploy lock bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
-setup: $(STAMP) ## virtual environment with the locked dependencies
+setup: $(STAMP) ## virtual environment with the locked dependencies (PYTHON=python3.12 chooses another Python)
 
 $(STAMP): pyproject.toml requirements.lock requirements-dev.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; set PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.lock uv
-	env $(if $(UV_FIND_LINKS),,-u UV_FIND_LINKS) $(if $(UV_DEFAULT_INDEX),,-u UV_DEFAULT_INDEX) \
-	  $(BIN)/uv pip install --python $(BIN)/python -c requirements.lock -c requirements-dev.lock -e '.[train,dev]'
+	$(UV) pip install --python $(BIN)/python -c requirements.lock -c requirements-dev.lock -e '.[train,dev]'
 	@touch $@
+
+install-base: setup ## what serving needs, and no more, into the virtual environment BASE=folder
+	$(UV) pip install --python $(BASE)/bin/python -c requirements.lock .
 
 rebuild: setup ## the main job: data -> training -> evaluation -> model.onnx in release/ (RECIPE=transformer: that recipe)
 	$(if $(RECIPE),reprise recipes use $(RECIPE))
@@ -52,15 +58,22 @@ fix: setup ## let ruff mend what it can
 
 ui: setup ## the MLflow page, to compare runs
 	@echo "MLflow: http://127.0.0.1:$(MLFLOW_PORT)  (Ctrl-C stops it)"
-	@reprise ui --port $(MLFLOW_PORT)
+	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --workers 1 --host 127.0.0.1 --port $(MLFLOW_PORT) \
+	  --backend-store-uri "sqlite:///$(CURDIR)/mlflow.db" --artifacts-destination "$(CURDIR)/mlartifacts"
 
 deploy: setup ## register the Prefect deployments (needs a running `prefect server start`)
 	prefect --no-prompt work-pool create reprise --type process --overwrite
 	prefect --no-prompt deploy --all
 
 lock: setup ## resolve the dependencies anew
-	UV_FIND_LINKS= uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate --extra train -o requirements.lock pyproject.toml
-	UV_FIND_LINKS= uv pip compile -q --universal --python-version 3.11 --no-header --no-annotate --extra dev -c requirements.lock -o requirements-dev.lock pyproject.toml
+	$(COMPILE) --extra train -o requirements.lock pyproject.toml
+	$(COMPILE) --extra dev -c requirements.lock -o requirements-dev.lock pyproject.toml
+
+bench: setup ## score and time of the recipes over five seeds, on the validation split
+	for recipe in recipes/*.yaml; do \
+	  for step in fetch split encode; do reprise -q $$step --params $$recipe --workdir runs/bench/$$(basename $$recipe .yaml) || exit; done; \
+	  python -m bench.seeds $$recipe --workdir runs/bench/$$(basename $$recipe .yaml) || exit; \
+	done
 
 clean: ## remove what was made, keep the environment and your own files in data/source
 	rm -rf data/raw data/split data/encoded data/quarantine.jsonl runs release mlflow.db mlartifacts

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,18 +13,35 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from pipelines.command import run_as_command
-from pipelines.train import Outcome, train
-from reprise.children import run_child
+from pipelines.server import prefect_server
+from pipelines.train import Outcome, ended, train
+from reprise.children import ChildFailed, run_child
 from reprise.exits import Refused
-from reprise.project import open_project
+from reprise.project import Project, open_project
 from reprise.recipes import use_recipe
 from reprise.steps.runs import exclusive
+from reprise.stopping import raise_on_signals, watch_worker
+
+CHANGED = 1  # Source: dvc/commands/data_sync.py and status.py: with --quiet, whether anything changed; an error gives 255
+logger = logging.getLogger("reprise.pipelines.rebuild")
 
 
 @task(name="data", cache_policy=NO_CACHE)
 def make_data(workdir: Path) -> None:
     """Bring the stages before ``release`` up to date; DVC skips what is."""
     _dvc(workdir, "repro", "encode")
+
+
+@task(name="compare", cache_policy=NO_CACHE)
+def is_current(workdir: Path) -> bool:
+    """Whether ``release/`` is what the stage would make again, as far as DVC sees: then ``dvc repro``, too, would do nothing."""
+    try:
+        _dvc(workdir, "status", "--quiet", "release")
+    except ChildFailed as failed:
+        if failed.code != CHANGED:
+            raise
+        return False
+    return True
 
 
 @task(name="commit", cache_policy=NO_CACHE)
@@ -34,36 +53,50 @@ def commit_release(workdir: Path) -> None:
 def _dvc(workdir: Path, *arguments: str) -> None:
     # The stages call `python`: it must be this one.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    run_child([sys.executable, "-m", "dvc", *arguments], cwd=workdir, env={**os.environ, "PATH": path})
+    command = [sys.executable, "-m", "dvc", *arguments]
+    run_child(command, cwd=workdir, env={**os.environ, "PATH": path}, show=logger.info)
 
 
 @flow(name="rebuild")
 def rebuild(recipe: str | None = None, workdir: str | None = None) -> Outcome:
-    """Rebuild everything that changed, from the raw data to the release.
+    """Rebuild everything that changed, from the raw data to the release; a refusal by the gate leaves the old release to DVC.
 
     Args:
         recipe: a recipe that is copied over params.yaml first; None takes params.yaml as it is.
         workdir: the project's folder; None is the current one.
     """
     folder = Path(workdir or ".").resolve()
-    if recipe is not None:
-        use_recipe(recipe, folder / "params.yaml")
-    project = open_project(None, folder)
-    with exclusive(project):
-        make_data(folder)
-        outcome = train(project)
-        if outcome["refusals"]:
-            raise Refused(outcome["refusals"])
-        commit_release(folder)
-    return outcome
+    with raise_on_signals():
+        watch_worker()
+        if recipe is not None:
+            use_recipe(recipe, folder / "params.yaml")
+        project = open_project(None, folder)
+        with exclusive(project):
+            make_data(folder)
+            if is_current(folder):
+                logger.info("nothing changed since the release was made")
+                return ended(last_outcome(project))
+            outcome = train(project)
+            if not outcome["refusals"]:
+                commit_release(folder)
+        return ended(outcome)
+
+
+def last_outcome(project: Project) -> Outcome:
+    """What the flow run that made ``release/`` ended with."""
+    run = json.loads((project.release_dir / "run.json").read_text(encoding="utf-8"))
+    return {"run_key": run["run_key"], "model_version": run["model_version"], "refusals": []}
 
 
 def main() -> None:
-    """Parse the command line and run the flow."""
+    """Parse the command line, run the flow, and raise ``Refused`` where the gate said no."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.rebuild", description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", help="recipe to copy over params.yaml first")
     arguments = parser.parse_args()
-    rebuild(recipe=arguments.recipe)
+    with prefect_server():
+        outcome = rebuild(recipe=arguments.recipe)
+    if outcome["refusals"]:
+        raise Refused(outcome["refusals"])
 
 
 if __name__ == "__main__":

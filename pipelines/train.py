@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 from prefect import flow
+from prefect.states import Completed
 
 from pipelines import tasks
 from pipelines.command import run_as_command
+from pipelines.server import prefect_server
 from reprise.exits import Refused
 from reprise.project import Project, open_project
 from reprise.steps.runs import exclusive
+from reprise.steps.training import check_ready
+from reprise.stopping import raise_on_signals
 
 
 class Outcome(TypedDict):
@@ -29,14 +33,24 @@ class Outcome(TypedDict):
 @flow(name="train", validate_parameters=False)
 def train(project: Project) -> Outcome:
     """Train, evaluate, export, and release if the gate lets it pass; a refusal is a finished run that releases nothing."""
-    key = tasks.train(project)
-    tasks.evaluate(project, key)
-    tasks.export(project, key)
-    if refusals := tasks.gate(project, key):
-        return {"run_key": key, "model_version": None, "refusals": refusals}
-    version = tasks.register(project, key)
-    tasks.publish(project, key, version)
-    return {"run_key": key, "model_version": version, "refusals": []}
+    with raise_on_signals():
+        key = tasks.train(project)
+        tasks.evaluate(project, key)
+        tasks.export(project, key)
+        if refusals := tasks.gate(project, key):
+            return ended({"run_key": key, "model_version": None, "refusals": refusals})
+        version = tasks.register(project, key)
+        tasks.publish(project, key, version)
+        return ended({"run_key": key, "model_version": version, "refusals": []})
+
+
+def ended(outcome: Outcome) -> Outcome:
+    """The outcome for the caller; on Prefect's page a completed run, ``Refused`` with the reasons where the gate said no."""
+    if outcome["refusals"]:
+        state: Any = Completed(name="Refused", message=str(Refused(outcome["refusals"])), data=outcome)
+    else:
+        state = Completed(message=f"run {outcome['run_key']} is model version {outcome['model_version']}", data=outcome)
+    return cast("Outcome", state)  # Prefect takes a state that a flow returns, and gives its data to whoever called the flow
 
 
 def main() -> None:
@@ -48,7 +62,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     project = open_project(arguments.params, arguments.workdir)
-    with exclusive(project):
+    check_ready(project)
+    with prefect_server(), exclusive(project):
         outcome = train(project)
     if outcome["refusals"]:
         raise Refused(outcome["refusals"])

@@ -118,6 +118,7 @@ def test_raise_on_signals_interrupts_where_it_stands_and_gives_way_to_a_flag():
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(.05)
                 say(stop.signal_number)
+            time.sleep(1.1)
             say("ready")
             time.sleep(60)
     except Stopped as error:

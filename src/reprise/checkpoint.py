@@ -72,10 +72,9 @@ def save_checkpoint(state: State, *paths: Path) -> None:
     draft = paths[0].with_name(f".{paths[0].name}.tmp")
     link = paths[0].with_name(f".{paths[0].name}.link.tmp")
     try:
-        with draft.open("wb") as file:
-            torch.save({**state, "digest": state_digest(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        # What a killed process left here may be a second name of paths[0]'s own file: never write into it.
+        draft.unlink(missing_ok=True)
+        _write_durably({**state, "digest": state_digest(state)}, draft)
         for path in paths[:-1]:
             link.unlink(missing_ok=True)
             os.link(draft, link)
@@ -85,6 +84,24 @@ def save_checkpoint(state: State, *paths: Path) -> None:
     finally:
         draft.unlink(missing_ok=True)
         link.unlink(missing_ok=True)
+
+
+def _write_durably(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # torch's writer hides a failed write behind an internal check of its own.
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise OSError(
+                f"{path.parent}: the checkpoint could not be written ({_first_line(cause)}); what was there is kept"
+            ) from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _sync_directory(directory: Path) -> None:
@@ -105,8 +122,11 @@ def load_checkpoint(path: Path, device: torch.device) -> State:
     """
     try:
         state: State = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    except FileNotFoundError:
+        raise
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Damaged bytes meet torch's reader anywhere, and it raises whatever they lead it to (a torn file: OSError on a seek).
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_first_line(error)}") from error
     recorded = state.pop("digest", None) if isinstance(state, dict) else None
     if recorded is None:
         raise CheckpointError(f"{path} is not a checkpoint of Reprise: it carries no digest")
@@ -131,6 +151,6 @@ def require_same_environment(saved: dict[str, str], now: dict[str, str], path: P
     if differences:
         raise CheckpointError(
             f"{path} was made under another environment: {'; '.join(differences)}. Going on would not give the bits of an "
-            "uninterrupted run. Restore it (OMP_NUM_THREADS sets the threads, REPRISE_DEVICE the device), or begin anew with "
+            "uninterrupted run. Restore it (REPRISE_DEVICE sets the device), or begin anew with "
             "`reprise train --restart`"
         )

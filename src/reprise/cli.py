@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +46,19 @@ RunOption = Annotated[str | None, typer.Option("--run", help="Run key [default: 
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines: one JSON object a line.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from reprise import __version__
+
+        print(f"reprise {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def settings(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
@@ -98,7 +111,7 @@ def train(
     project = _project(params, workdir)
     from reprise.steps import runs, training
 
-    with runs.exclusive(project):
+    with _at_work_on(project):
         key = training.train(project, restart=restart)
     _print_result({"key": key, **runs.read_result(project, key)}, as_json)
 
@@ -111,7 +124,8 @@ def evaluate(
     project = _project(params, workdir)
     from reprise.steps import evaluation, runs
 
-    with runs.exclusive(project):
+    with _at_work_on(project):
+        project = project if run is None else runs.project_of_run(project, run)
         _print_result(evaluation.evaluate(project, run or runs.current_run_key(project)), as_json)
 
 
@@ -121,7 +135,8 @@ def export(params: ParamsOption = None, workdir: WorkdirOption = None, run: RunO
     project = _project(params, workdir)
     from reprise.steps import release, runs
 
-    with runs.exclusive(project):
+    with _at_work_on(project):
+        project = project if run is None else runs.project_of_run(project, run)
         proof = release.export(project, run or runs.current_run_key(project))
         _print_result(proof, as_json)
         if proof["refusals"]:
@@ -135,7 +150,8 @@ def export(params: ParamsOption = None, workdir: WorkdirOption = None, run: RunO
 def predict(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to classify.", show_default=False)] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", help="CSV, TSV, JSONL or plain text (one text a line); - is stdin.")
+        Path | None,
+        typer.Option("--file", help="CSV, TSV, JSONL or plain text, one text a line; - reads lines of text from stdin."),
     ] = None,
     text_column: Annotated[str | None, typer.Option("--text-column", help="Column of --file that holds the text.")] = None,
     model: Annotated[
@@ -151,7 +167,12 @@ def predict(
     if (file is None) == (not texts):
         raise ValueError('give either texts or --file, as in: reprise predict "some text", or: reprise predict --file texts.csv')
     classifier = Classifier(scoring.find_model(model), num_threads=threads)
-    rows = scoring.score_texts(classifier, texts or []) if file is None else scoring.score_file(classifier, file, text_column)
+    if file is None:
+        rows = scoring.score_texts(classifier, texts or [])
+    elif str(file) == "-":
+        rows = scoring.score_texts(classifier, (line.rstrip("\r\n") for line in sys.stdin))
+    else:
+        rows = scoring.score_file(classifier, file, text_column)
     scoring.print_scored(rows, sys.stdout, "json" if as_json else "table" if texts else "lines")
 
 
@@ -178,6 +199,7 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a params file, for editors.")] = False,
 ) -> None:
     """Check the params file and print it as it was understood."""
+    _require_train_extra()
     if schema:
         from reprise.config import Config
 
@@ -189,6 +211,7 @@ def config(
 @recipes_app.command("list", epilog="Example: `reprise recipes list`")
 def recipes_list(as_json: JsonOption = False) -> None:
     """The shipped recipes with what they reach."""
+    _require_train_extra()
     from reprise import recipes
 
     rows = recipes.list_recipes()
@@ -201,6 +224,7 @@ def recipes_list(as_json: JsonOption = False) -> None:
 @recipes_app.command("show", epilog="Example: `reprise recipes show bag > params.yaml`")
 def recipes_show(name: Annotated[str, typer.Argument(help="Name of the recipe.")]) -> None:
     """Print one recipe."""
+    _require_train_extra()
     from reprise import recipes
 
     print(recipes.read_recipe(name), end="")
@@ -224,6 +248,7 @@ def recipes_use(
     workdir: WorkdirOption = None,
 ) -> None:
     """Write a recipe to params.yaml, pointed at your own data if you name it."""
+    _require_train_extra()
     from reprise import recipes
 
     target = params or (workdir or Path.cwd()) / "params.yaml"
@@ -259,6 +284,16 @@ def _run() -> int:
         error.show()
         return WRONG_INPUT
     return outcome if isinstance(outcome, int) else DONE
+
+
+@contextmanager
+def _at_work_on(project: Any) -> Iterator[None]:
+    """The work folder's lock held, and a signal turned into an orderly stop."""
+    from reprise.steps.runs import exclusive
+    from reprise.stopping import raise_on_signals
+
+    with raise_on_signals(), exclusive(project):
+        yield
 
 
 def _project(params: Path | None, workdir: Path | None) -> Any:

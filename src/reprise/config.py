@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -246,6 +247,7 @@ class ScheduleConfig(Section):
 
 class TrainConfig(Section):
     seed: Seed
+    num_threads: Annotated[int, Field(ge=1, le=1024)]
     max_epochs: PositiveInt
     batch_size: PositiveInt
     micro_batch_size: PositiveInt
@@ -336,6 +338,8 @@ def _mapping_without_repeats(loader: _StrictLoader, node: yaml.MappingNode) -> d
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
+        if not isinstance(key, Hashable):
+            break  # construct_mapping refuses it and says where
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} stands on line {seen[key]} and again on line {line}", key_node.start_mark
@@ -357,6 +361,8 @@ def load_config(path: Path) -> Config:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506  a SafeLoader subclass
     except FileNotFoundError:
         raise ConfigError(path, ["no such file; write one with `reprise recipes use bag`, or name one with --params"]) from None
+    except OSError as error:
+        raise ConfigError(path, [f"cannot be read: {error.strerror}; name a params file"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(path, [f"not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
     except yaml.YAMLError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
@@ -18,9 +19,9 @@ def choose_device() -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in {"cpu", "cuda", "mps"} or (index and (kind != "cuda" or not index.isdigit())):
+    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name):
         raise ValueError(f"REPRISE_DEVICE={name}: unknown device; allowed are auto, cpu, cuda, cuda:N and mps")
+    kind, _, index = name.partition(":")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ValueError("REPRISE_DEVICE=mps: this machine has no such device; use auto or cpu")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# 130 and 143, stopped by a signal, come from stopping.Stopped.
+# 130 and 143, stopped by a signal, come from Stopped.
 DONE, FAILED, WRONG_INPUT, REFUSED = 0, 1, 2, 3
+
+
+class Stopped(BaseException):  # a state, as asked for; not an error, so no `except Exception` of a library may swallow it
+    """The job was asked to stop and did so in good order; ``exit_code`` is 128 + the signal's number."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; the same command continues where it stopped")
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal_number
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
+        return type(self), (self.signal_number,)
 
 
 class Refused(Exception):  # noqa: N818  a verdict, not an error
@@ -30,10 +47,14 @@ def exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         print("reprise: stopped", file=sys.stderr)
         sys.exit(130)
-    except Exception as error:
+    except Stopped as stopped:
+        print(f"reprise: {stopped}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
+    except Exception as error:  # noqa: BLE001  the outermost frame: whatever it is, it becomes a message and an exit code
         if wants_tracebacks():
-            raise
-        print(f"reprise: {error}", file=sys.stderr)
+            traceback.print_exception(error)
+        else:
+            print(f"reprise: {error}", file=sys.stderr)
         sys.exit(exit_code(error))
 
 

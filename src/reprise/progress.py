@@ -25,18 +25,18 @@ def training_progress(config: TrainConfig, total_steps: int, start: FitState) ->
         TextColumn("[bold]train"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[best]}  {task.fields[rate]:,.0f} examples/s"),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[score]}  {task.fields[rate]:,.0f} examples/s"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=1 / REFRESH_EVERY_SECONDS) as bar:
-        task = bar.add_task("train", total=total_steps, completed=start.step, loss=float("nan"), best="", rate=0.0)
+        task = bar.add_task("train", total=total_steps, completed=start.step, loss=float("nan"), score="", rate=0.0)
         steps_before, seconds_before = start.step, start.seconds
 
         def show(state: FitState, loss: float) -> None:
-            best = "" if state.best_value is None else f"best {config.best_metric} {state.best_value:.4f}"
+            score = f"F1 {state.last_validation['macro_f1']:.4f}" if state.last_validation else ""
             rate = (state.step - steps_before) * config.batch_size / max(state.seconds - seconds_before, 1e-9)
-            bar.update(task, completed=state.step, loss=loss, best=best, rate=rate)
+            bar.update(task, completed=state.step, loss=loss, score=score, rate=rate)
 
         yield show

@@ -8,6 +8,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString as Quoted  # a column called `on` must stay text
+from yaml import safe_load
 
 from reprise.config import parse_config
 from reprise.data.atomic import write_whole_file
@@ -68,24 +70,25 @@ def use_recipe(
     if path is None and model_name is None:
         write_whole_file(target, text)
         return
-    yaml = YAML()
+    yaml = YAML()  # the round-trip one: comments and order stay
     yaml.preserve_quotes = True
     yaml.width = 4096
     tree = yaml.load(text)
     if path is not None:
         _point_at(tree, path, {k: v for k, v in columns.items() if v is not None}, split_column)
-    tree["registry"]["model_name"] = model_name or re.sub(r"[/:]", "-", Path(path or name).stem)
-    write_whole_file(target, _dump(yaml, tree))
-    parse_config(yaml.load(target.read_text(encoding="utf-8")), target)
+    tree["registry"]["model_name"] = Quoted(model_name or re.sub(r"[/:]", "-", Path(path or name).stem))
+    text = _dump(yaml, tree)
+    parse_config(safe_load(text), target)  # before writing: what is wrong must not replace a params file that was right
+    write_whole_file(target, text)
 
 
 def _point_at(tree: CommentedMap, path: str, columns: dict[str, str], split_column: str | None) -> None:
     """Replace source and split by the user's file, split by hash unless one of its columns tells the split."""
     data = tree["data"]
-    data["source"] = CommentedMap(kind="path", path=path)
-    data["columns"].update(columns)
+    data["source"] = CommentedMap(kind="path", path=Quoted(path))
+    data["columns"].update({name: Quoted(column) for name, column in columns.items()})
     if split_column is not None:
-        data["split"] = CommentedMap(method="given", seed=13, files=None, column=split_column, validation_fraction=None)
+        data["split"] = CommentedMap(method="given", seed=13, files=None, column=Quoted(split_column), validation_fraction=None)
     else:
         fractions = CommentedMap(train=0.8, validation=0.1, test=0.1)
         data["split"] = CommentedMap(method="hash", seed=13, fractions=fractions, rare_class="keep_in_train")

@@ -18,6 +18,8 @@ from types import FrameType
 
 import psutil
 
+from reprise.exits import Stopped as Stopped  # what a stopped job raises belongs to both
+
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -28,27 +30,11 @@ POLL_SECONDS = 0.5
 Handler = Callable[[int, FrameType | None], None]
 
 
-class Stopped(Exception):  # noqa: N818  a state, as asked for; not an error
-    """The job was asked to stop and did so in good order; ``exit_code`` is 128 + the signal's number."""
-
-    def __init__(self, signal_number: int) -> None:
-        self.signal_number = signal_number
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; the same command continues where it stopped")
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal_number
-
-    def __reduce__(self) -> tuple[type[Stopped], tuple[int]]:
-        return type(self), (self.signal_number,)
-
-
 class StopFlag:
     """True once a stop was asked for; ``signal_number`` says by which signal."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._asked_at = 0.0
 
     def __bool__(self) -> bool:
         return self.signal_number is not None
@@ -58,15 +44,26 @@ class StopFlag:
             raise Stopped(self.signal_number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        is_echo = _note_request()
         if self.signal_number is None:
-            self.signal_number, self._asked_at = number, now
-        elif now - self._asked_at > ECHO_SECONDS:
+            self.signal_number = number
+        elif not is_echo:
             raise KeyboardInterrupt
 
 
-# The flag of the catch_signals() in force, if any: handlers belong to the process, so there is one at a time.
+# Handlers belong to the process, so there is one flag in force at a time, if any, and one time of the last request.
 _flag: StopFlag | None = None
+_asked_at: float | None = None
+
+
+def _note_request() -> bool:
+    """Whether the signal that came now repeats one that was just heard."""
+    global _asked_at
+    now = time.monotonic()
+    if _asked_at is not None and now - _asked_at <= ECHO_SECONDS:
+        return True
+    _asked_at = now
+    return False
 
 
 @contextmanager
@@ -93,11 +90,13 @@ def catch_signals() -> Iterator[StopFlag]:
 def raise_on_signals() -> Iterator[None]:
     """SIGTERM and SIGINT raise ``Stopped`` where the main thread stands, for work that has no place to poll a flag.
 
-    A ``catch_signals`` inside takes over while it lasts. Outside the main thread nothing happens.
+    A ``catch_signals`` inside takes over while it lasts. An echo of a request does not disturb the cleaning up after it. Outside
+    the main thread nothing happens.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
+        if not _note_request():
+            raise Stopped(number)
 
     if not _in_main_thread():
         yield
@@ -134,17 +133,31 @@ def watch_parent(poll_seconds: float = POLL_SECONDS) -> threading.Thread | None:
     """
     if "DVC_STAGE" not in os.environ:
         return None
-    thread = threading.Thread(target=_stop_when_gone, args=(_find_dvc(), poll_seconds), name="watch-parent", daemon=True)
+    return _watch("the dvc process that started this stage", _find_dvc(), poll_seconds)
+
+
+def watch_worker(poll_seconds: float = POLL_SECONDS) -> threading.Thread | None:
+    """The same for a flow run that a Prefect worker started in a process of its own; None for any other.
+
+    Source: prefect/cli/worker.py: a second SIGTERM makes the worker kill itself, and its flow runs go on without it.
+    """
+    if "PREFECT__FLOW_RUN_ID" not in os.environ:
+        return None
+    return _watch("the worker that started this flow run", psutil.Process().parent(), poll_seconds)
+
+
+def _watch(name: str, process: psutil.Process | None, poll_seconds: float) -> threading.Thread:
+    thread = threading.Thread(target=_stop_when_gone, args=(name, process, poll_seconds), name="watch-parent", daemon=True)
     thread.start()
     return thread
 
 
-def _stop_when_gone(dvc: psutil.Process | None, poll_seconds: float) -> None:
-    while dvc is not None and _is_alive(dvc):
+def _stop_when_gone(name: str, process: psutil.Process | None, poll_seconds: float) -> None:
+    while process is not None and _is_alive(process):
         time.sleep(poll_seconds)
     # A stop that is already under way (the whole group got the signal) must not look like a second, impatient request.
-    if _flag is None or not _flag:
-        logger.warning("the dvc process that started this stage is gone; stopping")
+    if _asked_at is None:
+        logger.warning("%s is gone; stopping", name)
         os.kill(os.getpid(), signal.SIGTERM)
 
 

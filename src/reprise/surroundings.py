@@ -19,6 +19,7 @@ DEFAULTS = {
     "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
     # Our own log lines belong on the flow run's page.
     "PREFECT_LOGGING_EXTRA_LOGGERS": "reprise",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 
 

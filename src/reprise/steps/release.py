@@ -15,14 +15,23 @@ import torch
 
 from reprise import __version__
 from reprise.data.atomic import whole_folder
-from reprise.data.dataset import open_dataset
 from reprise.data.sources import file_sha256
 from reprise.export.onnx_export import export_onnx
 from reprise.export.parity import check_shapes, check_split
 from reprise.project import Project
 from reprise.run_report import write_run_report
 from reprise.serving.classifier import Classifier, ModelMetadata
-from reprise.steps.runs import best_model, read_json, read_result, read_split, tracked, tracking_dir, trained_run, write_json
+from reprise.steps.runs import (
+    best_model,
+    dataset_of_run,
+    read_json,
+    read_result,
+    read_split,
+    tracked,
+    tracking_dir,
+    trained_run,
+    write_json,
+)
 from reprise.tracking import mlflow_store
 from reprise.tracking.provenance import git_state
 
@@ -38,7 +47,7 @@ def export(project: Project, key: str) -> dict[str, Any]:
         ParityError: the file is broken: it fails at a shape, gives NaN or has another label order.
     """
     run_dir, config = trained_run(project, key), project.config
-    data = open_dataset(project.encoded_dir, config)
+    data = dataset_of_run(project, key)
     predictions = _read_predictions(run_dir)
     path = run_dir / "export" / "model.onnx"
     with tracked(project, data, key) as (store, folder, run_id):
@@ -88,7 +97,7 @@ def gate(project: Project, key: str) -> list[str]:
     for name, least in project.config.registry.gate.minimum.items():
         if metrics["test"][name] < least:
             reasons.append(f"test {name} is {metrics['test'][name]:.4f}, registry.gate.minimum asks for at least {least:g}")
-    data = open_dataset(project.encoded_dir, project.config)
+    data = dataset_of_run(project, key)
     with tracked(project, data, key) as (store, _, run_id):
         write_run_report(project, data, key)
         mlflow_store.log_artifacts(store, run_id, [run_dir / "evaluation"])
@@ -100,7 +109,7 @@ def gate(project: Project, key: str) -> list[str]:
 def register(project: Project, key: str) -> int:
     """The version of the registered model; the same run and the same bytes always give the same one."""
     run_dir = trained_run(project, key)
-    data = open_dataset(project.encoded_dir, project.config)
+    data = dataset_of_run(project, key)
     with tracked(project, data, key) as (store, folder, run_id):
         registered = mlflow_store.register(store, folder, run_dir / "export" / "model.onnx", project.config.registry.model_name)
         mlflow_store.set_tags(store, run_id, {"reprise.model_version": f"{registered.name}/{registered.version}"})
@@ -113,11 +122,12 @@ def release(project: Project, key: str, model_version: int) -> Path:
     run_dir = trained_run(project, key)
     evaluation, exported = run_dir / "evaluation", run_dir / "export"
     proof = read_json(exported / "export.json")
-    data = open_dataset(project.encoded_dir, project.config)
+    data = dataset_of_run(project, key)
     with whole_folder(project.release_dir) as folder:
-        for path in (exported / "model.onnx", run_dir / "params.yaml", *evaluation.iterdir()):
+        for path in (exported / "model.onnx", *evaluation.iterdir()):
             if path.name != "metrics.json":
                 shutil.copyfile(path, folder / path.name)
+        shutil.copyfile(project.params_path, folder / "params.yaml")
         exported_figures = {name: proof[name] for name in EXPORT_FIGURES}
         write_json(folder / "metrics.json", {**read_json(evaluation / "metrics.json"), "export": exported_figures})
         write_json(

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from reprise.checkpoint import load_checkpoint
-from reprise.config import digest, flatten
+from reprise.config import digest, flatten, load_config
 from reprise.data.atomic import write_whole_file
 from reprise.data.dataset import EncodedDataset, open_dataset
 from reprise.device import choose_device
@@ -44,8 +45,18 @@ def list_runs(project: Project) -> list[dict[str, Any]]:
     for folder in sorted(folders, key=lambda f: (f / "result.json").stat().st_mtime):
         result = read_json(folder / "result.json")
         names = ("status", "recipe", "best_metric", "best_value", "steps", "seconds", "mlflow_run_id")
-        rows.append({"key": folder.name, **{name: result.get(name) for name in names}})
+        row = {"key": folder.name, **{name: result.get(name) for name in names}}
+        if row["status"] == "running" and not _is_busy(project):
+            row["status"] = "interrupted"  # its process died without a word; training again continues it
+        rows.append(row)
     return rows
+
+
+def project_of_run(project: Project, key: str) -> Project:
+    """The project as it was when the run was trained: the same folder, the params that the run kept."""
+    read_result(project, key)  # a run that does not exist is named as such, with those that do
+    path = project.run_dir(key) / "params.yaml"
+    return replace(project, params_path=path, config=load_config(path))
 
 
 def read_result(project: Project, key: str) -> dict[str, Any]:
@@ -71,9 +82,19 @@ def exclusive(project: Project) -> Iterator[None]:
     except Timeout:
         logger.warning("another reprise process works in %s; waiting for it to finish", project.workdir)
         lock.acquire()
-    with lock:
-        lock.release()
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _is_busy(project: Project) -> bool:
+    """Whether some process holds the work folder's lock."""
+    try:
+        with FileLock(project.lock_path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def has_finished(run_dir: Path) -> bool:
@@ -90,6 +111,21 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
     write_whole_file(path, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
 
 
+def dataset_of_run(project: Project, key: str) -> EncodedDataset:
+    """The dataset in the work folder, if it is the one that the run was trained on.
+
+    Raises:
+        ValueError: it is another one; its figures would be those of other rows.
+    """
+    data, trained_on = open_dataset(project.encoded_dir, project.config), read_result(project, key)["dataset_digest"]
+    if data.manifest.digest != trained_on:
+        raise ValueError(
+            f"run {key} was trained on dataset {trained_on}, but {project.encoded_dir} holds {data.manifest.digest}. Restore the "
+            "data that it was trained on, or train again: `dvc repro`"
+        )
+    return data
+
+
 def trained_run(project: Project, key: str) -> Path:
     run_dir = project.run_dir(key)
     if not has_finished(run_dir):
@@ -98,6 +134,7 @@ def trained_run(project: Project, key: str) -> Path:
 
 
 def best_model(project: Project, data: EncodedDataset, run_dir: Path, device: torch.device) -> nn.Module:
+    torch.set_num_threads(project.config.train.num_threads)  # as in training: their number decides the last bits of every sum
     model = build_model(project.config.model, data)
     model.load_state_dict(load_checkpoint(run_dir / BEST, device)["model"])
     return model.to(device).eval()
@@ -141,7 +178,7 @@ def run_facts(project: Project, data: EncodedDataset, key: str, device: torch.de
     return mlflow_store.RunFacts(
         key=key,
         recipe=project.recipe,
-        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=_command_line(),
         device=str(device),
         params={name: value for title, section in sections.items() for name, value in flatten(section, title).items()},
         manifest=data.manifest.model_dump(mode="json"),
@@ -155,3 +192,9 @@ def run_facts(project: Project, data: EncodedDataset, key: str, device: torch.de
         ],
         source=config.data.source.model_dump(mode="json"),
     )
+
+
+def _command_line() -> str:
+    """The command that is running, as one would type it, without the path of this machine's Python."""
+    words = sys.orig_argv[1:]
+    return shlex.join(["python", *words] if words[:1] == ["-m"] else [Path(sys.argv[0]).name, *sys.argv[1:]])

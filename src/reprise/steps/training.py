@@ -59,6 +59,7 @@ def train(project: Project, *, restart: bool = False) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(project.params_path, run_dir / "params.yaml")
 
+    torch.set_num_threads(config.train.num_threads)
     make_deterministic(config.train.seed)
     model = build_model(config.model, data).to(device)
     optimizers = build_optimizers(model, config.train.optimizer)
@@ -73,43 +74,57 @@ def train(project: Project, *, restart: bool = False) -> str:
 
     store = mlflow_store.open_experiment(config.registry.experiment, project.workdir)
     run_id = mlflow_store.start_run(store, run_dir, run_facts(project, data, key, device))
-    with (
-        _recorded_status(run_dir, run_id),
-        mlflow_store.run_status(store, run_id),
-        Journal(run_dir / "journal.jsonl") as journal,
-        mlflow_store.JournalSender(store, run_dir) as sender,
-        catch_signals() as stop,
-        training_progress(config.train, total_steps, state) as show,
-    ):
+    with mlflow_store.run_status(store, run_id):
+        with (
+            _recorded_status(run_dir, {"status": "running", "recipe": project.recipe, "mlflow_run_id": run_id}),
+            Journal(run_dir / "journal.jsonl") as journal,
+            mlflow_store.JournalSender(store, run_dir) as sender,
+            catch_signals() as stop,
+            training_progress(config.train, total_steps, state) as show,
+        ):
 
-        def log(step: int, values: dict[str, float]) -> None:
-            journal.log(step, values)
-            if "validation/loss" in values:
-                _log_epoch(values, step, total_steps)
-            sender.flush()
+            def log(step: int, values: dict[str, float]) -> None:
+                journal.log(step, values)
+                if "validation/loss" in values:
+                    _log_epoch(values, step, total_steps)
+                sender.flush()
 
-        def save(new: State, is_best: bool) -> None:
-            journal.sync()
-            paths = [run_dir / BEST, run_dir / LAST] if is_best else [run_dir / LAST]
-            save_checkpoint({**new, "environment": training_environment(device)}, *paths)
+            def save(new: State, is_best: bool) -> None:
+                journal.sync()
+                paths = [run_dir / BEST, run_dir / LAST] if is_best else [run_dir / LAST]
+                save_checkpoint({**new, "environment": training_environment(device)}, *paths)
 
-        state = fit(
-            model,
-            optimizers,
-            data,
-            config.train,
-            config.execution,
-            device,
-            state,
-            evaluation_batch_size=config.evaluate.batch_size,
-            log=log,
-            save=save,
-            show=show,
-            stop_requested=lambda: stop.signal_number,
-        )
-        _write_result(run_dir, project, data, state, model, run_id)
-        mlflow_store.log_artifacts(store, run_id, [run_dir / BEST], folder="checkpoints")
+            state = fit(
+                model,
+                optimizers,
+                data,
+                config.train,
+                config.execution,
+                device,
+                state,
+                evaluation_batch_size=config.evaluate.batch_size,
+                log=log,
+                save=save,
+                show=show,
+                stop_requested=lambda: stop.signal_number,
+            )
+            _write_result(run_dir, project, data, state, model, run_id)
+            mlflow_store.log_artifacts(store, run_id, [run_dir / BEST], folder="checkpoints")
+        stop.raise_if_set()  # asked too late for the loop to see it: the training is whole, what follows it must not begin
     return key
+
+
+def check_ready(project: Project) -> None:
+    """Return if a training could begin now: dataset, device and tracking store are there; costs a second and writes no run.
+
+    Raises:
+        StaleDatasetError: the params changed since the dataset was made.
+        ValueError: there is no dataset, or REPRISE_DEVICE names no device of this machine.
+        TrackingUnreachable: nobody answers where the runs are kept.
+    """
+    choose_device()
+    open_dataset(project.encoded_dir, project.config)
+    mlflow_store.open_experiment(project.config.registry.experiment, project.workdir)
 
 
 def _last_checkpoint(run_dir: Path, device: torch.device) -> State | None:
@@ -134,9 +149,8 @@ def _last_checkpoint(run_dir: Path, device: torch.device) -> State | None:
 
 
 @contextmanager
-def _recorded_status(run_dir: Path, run_id: str) -> Iterator[None]:
+def _recorded_status(run_dir: Path, result: dict[str, str]) -> Iterator[None]:
     """result.json says ``running`` inside the block and the truth after it; a killed process leaves ``running``."""
-    result = {"status": "running", "mlflow_run_id": run_id}
     write_json(run_dir / "result.json", result)
     try:
         yield

@@ -65,6 +65,9 @@ _OUR_MISTAKES = {
     "NOT_FOUND",
 }
 
+# Which of its two faces MLflow's page shows first.
+MODEL_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+
 ParamValue = str | int | float | bool | None
 
 
@@ -234,7 +237,7 @@ def _experiment_id(client: MlflowClient, name: str, uri: str, workdir: Path) -> 
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return str(client.create_experiment(name, artifact_location=location))
+            return str(client.create_experiment(name, artifact_location=location, tags=MODEL_TRAINING))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -287,6 +290,16 @@ def set_tags(store: Store, run_id: str, tags: Mapping[str, str]) -> None:
 
     with reaching(store.uri):
         store.client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in tags.items()])
+
+
+def count_test_evaluation(store: Store, run_id: str, dataset_digest: str) -> int:
+    """How often the test split of this dataset was evaluated in the experiment, this time included; kept as tags of the runs."""
+    tag = "reprise.test_evaluations"
+    with reaching(store.uri):
+        before = int(store.client.get_run(run_id).data.tags.get(tag, "0"))
+        store.client.set_tag(run_id, tag, str(before + 1))
+        runs = store.client.search_runs([store.experiment_id], f"tags.`reprise.dataset_digest` = '{dataset_digest}'")
+    return sum(int(run.data.tags.get(tag, "0")) for run in runs)
 
 
 def _run_name(facts: RunFacts) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from reprise.batches import Batch, Collate, Positions, load_groups, plan_epoch, steps_per_epoch
 from reprise.checkpoint import State
 from reprise.config import ExecutionConfig, TrainConfig
-from reprise.data.dataset import EncodedDataset
+from reprise.data.dataset import EncodedDataset, EncodedSplit
 from reprise.evaluation.metrics import classification_metrics
 from reprise.evaluation.predict import predict
 from reprise.stopping import Stopped
@@ -48,6 +49,7 @@ class FitState:
     best_value: float | None = None
     best_step: int | None = None
     epochs_without_gain: int = 0
+    last_validation: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     """Time spent training and validating, over all processes that worked on this run."""
 
@@ -110,7 +112,7 @@ def fit(
                 loss += micro_loss.detach()
             norm = clip_gradients(parameters, config.optimizer.max_grad_norm)
             factor = learning_rate_factor(state.step, total_steps, config.schedule)
-            _require_finite(state.step, loss, norm, factor * config.optimizer.peak_lr, group)
+            _require_finite(state.step, loss, norm, factor * config.optimizer.peak_lr, split, group)
             set_learning_rate(optimizers, factor)
             for optimizer in optimizers:
                 optimizer.step()
@@ -119,7 +121,10 @@ def fit(
 
             show(state, float(loss))
             if state.step % execution.log_every_steps == 0:
-                log(state.step, {"train/loss": float(loss), "train/grad_norm": float(norm), "train/lr_factor": factor})
+                log(
+                    state.step,
+                    {"train/loss": float(loss), "train/grad_norm": float(norm), "train/lr": factor * config.optimizer.peak_lr},
+                )
             if state.step % epoch_steps == 0:
                 continue  # the epoch is over: validate first, then save
             signal_number = stop_requested()
@@ -129,6 +134,7 @@ def fit(
                 raise Stopped(signal_number)
 
         metrics = validate(model, data, evaluation_batch_size, device)
+        state.last_validation = metrics
         is_best = strictly_better(metrics[config.best_metric], state.best_value, config.best_metric)
         if is_best:
             state.best_value, state.best_step, state.epochs_without_gain = metrics[config.best_metric], state.step, 0
@@ -162,6 +168,8 @@ def validate(model: nn.Module, data: EncodedDataset, batch_size: int, device: to
     """Accuracy, macro F1 and mean loss over the whole validation split."""
     split = data.splits["validation"]
     logits = predict(model, split, batch_size, device, data.manifest.tokenizer.pad_id)
+    if not np.isfinite(logits).all():
+        raise NonFiniteError("the model gives logits that are not finite on the validation split; lower train.optimizer.peak_lr")
     metrics = classification_metrics(logits, split.labels, data.manifest.labels)
     return {"accuracy": metrics["accuracy"], "macro_f1": metrics["macro_f1"], "loss": metrics["loss"]}
 
@@ -194,11 +202,12 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float, group: Positions) -> None:
+def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float, split: EncodedSplit, group: Positions) -> None:
     if not math.isfinite(float(loss)) or not math.isfinite(float(norm)):
+        rows = ", ".join(split.row_ids[position] for position in group[:8])
         raise NonFiniteError(
             f"step {step}: loss {float(loss)}, gradient norm {float(norm)}, learning rate {learning_rate:.3g}; the weights were "
-            f"not updated and the last checkpoint is good. Rows of this step in the train split: {group[:8].tolist()}"
+            f"not updated and the last checkpoint is good. Rows of this step (row_id in data/split/train.parquet): {rows}"
             f"{' ...' if len(group) > 8 else ''}. Lower train.optimizer.peak_lr or look at these rows."
         )
 

@@ -25,7 +25,13 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
         {"params": plain, "weight_decay": 0.0, "peak_lr": config.peak_lr},
     ]
     optimizers: list[Optimizer] = [
-        AdamW([g for g in groups if g["params"]], lr=config.peak_lr, betas=(config.beta1, config.beta2), eps=config.epsilon)
+        AdamW(
+            [g for g in groups if g["params"]],
+            lr=config.peak_lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.epsilon,
+            fused=True,
+        )
     ]
     if sparse:
         if config.sparse_peak_lr is None:

@@ -46,6 +46,7 @@ def seed_forward(seed: int, step: int, micro_batch: int, device: torch.device) -
     value = mix(seed, step, micro_batch)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
-        torch.cuda.manual_seed(value)
+        with torch.cuda.device(device):  # manual_seed sets the current device's generator, which need not be this one's
+            torch.cuda.manual_seed(value)
     elif device.type == "mps":
         torch.mps.manual_seed(value)

@@ -1,0 +1,88 @@
+"""Score and time of a recipe over several seeds: mean and 95 % interval.
+
+    python -m bench.seeds recipes/bag.yaml --seeds 5           # validation split only: for choosing
+    python -m bench.seeds recipes/bag.yaml --seeds 5 --test    # once per recipe, when everything is chosen
+
+Uses the dataset of the work folder (``reprise fetch``, ``split`` and ``encode`` come first) and the same ``fit`` as every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import stats
+
+from reprise.data.dataset import EncodedDataset, open_dataset
+from reprise.evaluation.metrics import classification_metrics
+from reprise.evaluation.predict import predict
+from reprise.models import build_model
+from reprise.project import Project, open_project
+from reprise.training.loop import FitState, fit
+from reprise.training.optim import build_optimizers
+from reprise.training.randomness import make_deterministic
+
+
+def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str]) -> dict[str, float]:
+    """Seconds of training, and accuracy and macro F1 of the best checkpoint on each of ``splits``."""
+    config = project.config
+    train = config.train.model_copy(update={"seed": seed})
+    device = torch.device("cpu")
+    torch.set_num_threads(train.num_threads)
+    make_deterministic(seed)
+    model = build_model(config.model, data)
+    optimizers = build_optimizers(model, train.optimizer)
+    best: dict[str, torch.Tensor] = {}
+
+    def save(state: dict[str, object], is_best: bool) -> None:
+        if is_best:
+            best.update({name: tensor.clone() for name, tensor in state["model"].items()})  # type: ignore[attr-defined]
+
+    state = fit(
+        model, optimizers, data, train, config.execution, device, FitState(),
+        evaluation_batch_size=config.evaluate.batch_size, log=lambda step, values: None, save=save,
+        show=lambda state, loss: None, stop_requested=lambda: None,
+    )  # fmt: skip
+    model.load_state_dict(best)
+    figures = {"seconds": state.seconds, "best_step": float(state.best_step or 0)}
+    for name in splits:
+        logits = predict(model, data.splits[name], config.evaluate.batch_size, device, data.manifest.tokenizer.pad_id)
+        metrics = classification_metrics(logits, data.splits[name].labels, data.manifest.labels)
+        figures |= {
+            f"{name} accuracy": metrics["accuracy"],
+            f"{name} macro_f1": metrics["macro_f1"],
+            f"{name} loss": metrics["loss"],
+        }
+    return figures
+
+
+def main() -> None:
+    """Train with each seed and print a line per seed, then mean and interval of each figure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("params", type=Path)
+    parser.add_argument("--workdir", type=Path, default=None)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=17)
+    parser.add_argument("--test", action="store_true", help="also read the test split")
+    arguments = parser.parse_args()
+    project = open_project(arguments.params, arguments.workdir)
+    data = open_dataset(project.encoded_dir, project.config)
+    splits = ["validation", "test"] if arguments.test else ["validation"]
+    rows = []
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        rows.append(run_seed(project, data, seed, splits))
+        print(f"seed {seed}  " + "  ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()), flush=True)
+    machine = platform.processor() or platform.machine()
+    print(f"\n{arguments.params.stem}, {len(rows)} seeds, {machine}, {torch.get_num_threads()} threads")
+    for name in rows[0]:
+        values = np.array([row[name] for row in rows])
+        spread = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+        half = stats.t.ppf(0.975, len(values) - 1) * spread
+        print(f"{name:>22}  {values.mean():.4f} ± {half:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The step ``train``: what it leaves in runs/, what it does when called again, and what it makes of a stop that comes late."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reprise.data.dataset import StaleDatasetError
+from reprise.project import Project, open_project
+from reprise.steps import training
+from reprise.stopping import Stopped
+
+# MLflow's own database models.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:sqlalchemy.exc.SADeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def workdir(tiny_project: Callable[[str], Project], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny project's data; one MLflow database for the module, because making one takes seconds."""
+    folder = tmp_path_factory.mktemp("steps") / "work"
+    shutil.copytree(tiny_project("bag").workdir, folder, ignore=shutil.ignore_patterns("runs", "mlflow*", "mlartifacts"))
+    return folder
+
+
+@pytest.fixture
+def project(workdir: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, deterministic: None) -> Project:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.rmtree(workdir / "runs", ignore_errors=True)
+    return open_project(None, workdir)
+
+
+def result(project: Project, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((project.run_dir(key) / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def mlflow_status(project: Project, key: str) -> str:
+    from mlflow import MlflowClient
+
+    run_id = json.loads((project.run_dir(key) / "tracking.json").read_text(encoding="utf-8"))["run_id"]
+    return str(MlflowClient(f"sqlite:///{project.workdir / 'mlflow.db'}").get_run(run_id).info.status)
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError("trained again")
+
+
+def test_a_finished_run_is_not_trained_again_and_restart_sets_it_aside(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = training.train(project)
+    first = result(project, key)
+    assert first["status"] == "finished"
+    assert {"steps", "epochs", "best_step", "seconds", "examples_per_second", "state_digest", "best_state_digest"} <= first.keys()
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fit", forbidden)
+        assert training.train(project) == key
+    assert result(project, key) == first
+
+    assert training.train(project, restart=True) == key
+    second = result(project, key)
+    assert (second["state_digest"], second["best_state_digest"]) == (first["state_digest"], first["best_state_digest"])
+    assert second["mlflow_run_id"] != first["mlflow_run_id"]
+    assert (project.runs_dir / f"{key}.aside-1" / "result.json").exists()
+
+
+def test_a_stop_that_comes_after_the_last_step_ends_what_follows_but_not_the_training(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = training.fit
+
+    def fit_and_stop(*arguments: Any, **options: Any) -> Any:
+        state = fit(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return state
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fit", fit_and_stop)
+        with pytest.raises(Stopped) as caught:
+            training.train(project)
+    assert caught.value.exit_code == 143
+    (key,) = (path.name for path in project.runs_dir.iterdir())
+    assert result(project, key)["status"] == "finished"
+    assert mlflow_status(project, key) == "KILLED"
+    monkeypatch.setattr(training, "fit", forbidden)
+    assert training.train(project) == key
+
+
+def test_a_failure_is_recorded_as_one_and_the_next_call_continues(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fall_over(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "fit", fall_over)
+        with pytest.raises(RuntimeError, match="no more memory"):
+            training.train(project)
+    (key,) = (path.name for path in project.runs_dir.iterdir())
+    assert (result(project, key)["status"], result(project, key)["error"]) == ("failed", "no more memory")
+    assert mlflow_status(project, key) == "FAILED"
+    assert training.train(project) == key
+    assert (result(project, key)["status"], mlflow_status(project, key)) == ("finished", "FINISHED")
+
+
+def test_nothing_is_written_for_a_dataset_that_does_not_fit_the_params(
+    project: Project, tiny_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = replace(project, config=tiny_config("bag", {"tokenizer.max_length": 48}))
+    for call in (training.train, training.check_ready):
+        with pytest.raises(StaleDatasetError, match=r"tokenizer\.max_length"):
+            call(stale)
+    monkeypatch.setenv("REPRISE_DEVICE", "gpu")
+    with pytest.raises(ValueError, match="REPRISE_DEVICE=gpu"):
+        training.check_ready(project)
+    assert not project.runs_dir.exists()
