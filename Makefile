@@ -40,7 +40,7 @@ rebuild: setup ## the main job: data -> training -> evaluation -> model.onnx in 
 	dvc repro
 
 test: setup ## all tests but the slow ones
-	python -m pytest
+	python -m pytest -m "not slow"
 
 test-slow: setup ## the tests that take minutes
 	python -m pytest -m slow
