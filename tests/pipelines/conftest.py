@@ -200,21 +200,32 @@ def wait_for_server() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def server(surroundings: dict[str, str]) -> Iterator[str]:
-    """The address of a Prefect server."""
+def starting_server(surroundings: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A Prefect server that was started and may not answer yet: other things are made ready meanwhile."""
     port = pick_port()
     command = [sys.executable, "-m", "pipelines.server", str(port), str(os.getpid())]
     env = {**surroundings, "PREFECT_LOGGING_SERVER_LEVEL": "CRITICAL"}
     process = subprocess.Popen(command, cwd=surroundings["ROOT"], env=env, start_new_session=True)
     try:
-        yield wait_for_answer(process, port)
+        yield process, port
     finally:
         process.terminate()
         process.wait(20)
 
 
 @pytest.fixture(scope="session")
-def make_checkout(root: Path, surroundings: dict[str, str], tiny_params: Callable[..., dict[str, Any]]) -> Callable[..., Checkout]:
+def server(starting_server: tuple[subprocess.Popen[bytes], int]) -> str:
+    """The address of that server, which answers."""
+    return wait_for_answer(*starting_server)
+
+
+@pytest.fixture(scope="session")
+def make_checkout(
+    root: Path,
+    surroundings: dict[str, str],
+    tiny_params: Callable[..., dict[str, Any]],
+    starting_server: tuple[subprocess.Popen[bytes], int],
+) -> Callable[..., Checkout]:
     """``make_checkout(folder, {"train.seed": 3}, num_rows=400)``: a small project in that folder, committed."""
 
     def make(folder: Path, changes: dict[str, Any] | None = None, num_rows: int = 400) -> Checkout:

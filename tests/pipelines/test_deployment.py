@@ -39,9 +39,7 @@ def deployed(
     )
     try:
         address = wait_for_server(process, free_port)
-        # What `make deploy` does.
         checkout.run("prefect", "--no-prompt", "work-pool", "create", "reprise", "--type", "process", PREFECT_API_URL=address)
-        checkout.run("prefect", "--no-prompt", "deploy", "--all", PREFECT_API_URL=address, PWD=str(checkout.folder))
         yield checkout, address
     finally:
         process.terminate()
@@ -52,6 +50,9 @@ def deployed(
 def worker(deployed: tuple[Any, str]) -> Iterator[tuple[Any, Any, str]]:
     """The project, a worker that runs in another folder, and the server's address."""
     checkout, address = deployed
+    # What `make deploy` does. Anew each time: a killed worker's place in the concurrency limit is free only after five minutes.
+    checkout.run("prefect", "--no-prompt", "deployment", "delete", "--all", PREFECT_API_URL=address)
+    checkout.run("prefect", "--no-prompt", "deploy", "--all", PREFECT_API_URL=address, PWD=str(checkout.folder))
     with checkout.started("env", "-C", "/", "prefect", "worker", "start", "--pool", "reprise", PREFECT_API_URL=address) as running:
         running.wait_for("started!")
         yield checkout, running, address
@@ -120,7 +121,7 @@ def test_a_stopped_worker_leaves_no_trainer_and_the_next_run_resumes(worker: tup
     checkout, running, address = worker
     checkout.set_params({"registry.gate.minimum": {}, "train.max_epochs": 400, "train.seed": int(number)})
     checkout.run("prefect", "deployment", "run", "rebuild/local", PREFECT_API_URL=address)
-    running.wait_for("step 60 of", 400)  # a killed worker's place is free again after five minutes
+    running.wait_for("step 60 of")
     running.send(number)
     running.wait_until_gone(60)
     assert "continues from step" in checkout.run("dvc", "repro").said
