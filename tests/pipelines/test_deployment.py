@@ -32,7 +32,8 @@ def deployed(
     checkout = make_checkout(tmp_path_factory.mktemp("deployed"), {"train.max_epochs": 60, "evaluate.baselines": []})
     process = subprocess.Popen(
         [sys.executable, "-m", "prefect", "server", "start", "--port", str(free_port), "--no-ui"],
-        env=surroundings,
+        # A database of its own: two servers that make the same one at once break each other.
+        env={**surroundings, "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect"))},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
