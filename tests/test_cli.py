@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from typer.main import get_command
 
 from reprise import cli, surroundings
 from reprise.config import Config
-from reprise.exits import Refused, exit_code
+from reprise.exits import Refused, exit_code, set_up_logging
 from reprise.project import Project
 from reprise.stopping import Stopped
 
@@ -267,3 +268,18 @@ def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
     assert os.environ["DVC_NO_ANALYTICS"] == "1"
     monkeypatch.delenv("DVC_NO_ANALYTICS")
+
+
+def test_log_lines_go_to_stderr_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar replaces sys.stderr while it is drawn: a line written past it would end on the bar's own."""
+    ours = logging.getLogger("reprise")
+    before, level = list(ours.handlers), ours.level
+    try:
+        set_up_logging(logging.INFO)
+        later = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", later)
+        logging.getLogger("reprise.anything").info("epoch %d", 3)
+        assert later.getvalue() == "epoch 3\n"
+    finally:
+        ours.handlers[:] = before
+        ours.setLevel(level)

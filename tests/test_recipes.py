@@ -63,6 +63,20 @@ def test_names_that_yaml_reads_as_something_else_stay_text(word: str, tmp_path: 
     assert load_config(target).data.source.model_dump()["path"] == word
 
 
+def test_what_you_edited_is_kept_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target, kept = tmp_path / "params.yaml", tmp_path / "params.yaml.bak"
+    for name in ("bag", "transformer", "transformer"):
+        use_recipe(name, target)
+    assert not kept.exists(), "a recipe as shipped needs no copy"
+    target.write_text("# mine\n")
+    use_recipe("bag", target, path="data/source/a.csv")
+    use_recipe("bag", target, path="data/source/a.csv")
+    assert kept.read_text() == "# mine\n", "writing the same again is no edit"
+    assert "params.yaml was edited: what it said is kept in params.yaml.bak" in caplog.text
+    use_recipe("bag", target)
+    assert "data/source/a.csv" in kept.read_text()
+
+
 def test_a_model_name_of_your_own(tmp_path: Path) -> None:
     use_recipe("bag", tmp_path / "params.yaml", model_name="mine")
     config = load_config(tmp_path / "params.yaml")

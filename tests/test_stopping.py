@@ -132,6 +132,52 @@ def test_raise_on_signals_interrupts_where_it_stands_and_gives_way_to_a_flag():
         assert read_line(process) == "True"
 
 
+FINALIZER = """
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(.01)  # the handler runs here, and what it raises is dropped
+"""
+
+
+def test_a_request_that_python_drops_in_a_finalizer_is_heard_all_the_same():
+    body = """
+    try:
+        with raise_on_signals():
+            Last()
+            say("dropped")
+            time.sleep(60)
+    except Stopped as error:
+        say(sys.unraisablehook is sys.__unraisablehook__)
+        sys.exit(error.exit_code)
+    """
+    with child(FINALIZER + textwrap.dedent(body)) as process:
+        output, errors = process.communicate(timeout=20)
+        assert (output.split(), errors, process.returncode) == (["dropped", "True"], "", 143)
+
+
+def test_a_second_request_that_is_dropped_is_heard_and_other_dropped_errors_are_shown():
+    body = """
+    class Broken:
+        def __del__(self):
+            raise OSError("unrelated")
+
+    with catch_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.1)
+        Broken()
+        Last()
+        say(stop.signal_number)
+        time.sleep(60)
+    """
+    with child(FINALIZER + textwrap.dedent(body)) as process:
+        output, errors = process.communicate(timeout=20)
+        assert output.split() == ["2"]
+        assert errors.count("unrelated") == 1
+        assert errors.count("\nKeyboardInterrupt: 15") == 1, "raised where the main thread stands"
+        assert process.returncode != 0
+
+
 def test_outside_the_main_thread_nothing_is_caught_and_nothing_fails():
     seen: list[object] = []
 

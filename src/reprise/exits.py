@@ -71,9 +71,16 @@ def wants_tracebacks() -> bool:
     return bool(os.environ.get("REPRISE_DEBUG"))
 
 
+class StderrHandler(logging.Handler):
+    """Log lines on stderr as it is at that moment: a progress bar puts itself in its place, to draw below what is printed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def set_up_logging(level: int) -> None:
     """Our own log lines on stderr, plain and without time stamps (DVC, Prefect and CI add theirs)."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("reprise")
     ours.handlers[:] = [handler]

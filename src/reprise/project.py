@@ -123,7 +123,8 @@ def code_digest(package_dir: Path, places: tuple[str, ...]) -> str:
             raise FileNotFoundError(f"no Python file in {path}, which the run key must cover")
         for file in files:
             tree = _without_docstrings(ast.parse(file.read_bytes()))
-            sha.update(f"{file.relative_to(package_dir).as_posix()}\n{ast.dump(tree)}\n".encode())
+            # Not ast.dump: its text gains fields from one Python version to the next.
+            sha.update(f"{file.relative_to(package_dir).as_posix()}\n{ast.unparse(tree)}\n".encode())
     return sha.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from yaml import safe_load
 
 from reprise.config import parse_config
 from reprise.data.atomic import write_whole_file
+
+logger = logging.getLogger(__name__)
 
 HEADER = re.compile(r"^# (recipe|score|time|about): *(.+)$")
 
@@ -60,6 +63,8 @@ def use_recipe(
 ) -> None:
     """Write a recipe to ``target``; with ``path``, pointed at the user's own file. Comments are kept.
 
+    A ``target`` that somebody edited is kept beside it as ``.bak``.
+
     Raises:
         ValueError: no such recipe, or columns were named without a file.
     """
@@ -68,7 +73,7 @@ def use_recipe(
     if path is None and any((text_column, label_column, split_column)):
         raise ValueError("--text-column, --label-column and --split-column describe your own file: name it with --path")
     if path is None and model_name is None:
-        write_whole_file(target, text)
+        _replace(target, text)
         return
     yaml = YAML()  # the round-trip one: comments and order stay
     yaml.preserve_quotes = True
@@ -79,6 +84,17 @@ def use_recipe(
     tree["registry"]["model_name"] = Quoted(model_name or re.sub(r"[/:]", "-", Path(path or name).stem))
     text = _dump(yaml, tree)
     parse_config(safe_load(text), target)  # before writing: what is wrong must not replace a params file that was right
+    _replace(target, text)
+
+
+def _replace(target: Path, text: str) -> None:
+    """Write ``text``; what was there before, unless it is a recipe as shipped, is kept beside it."""
+    before = target.read_text(encoding="utf-8") if target.is_file() else text
+    shipped = [path.read_text(encoding="utf-8") for path in recipes_dir().glob("*.yaml")]
+    if before not in (text, *shipped):
+        kept = target.with_name(target.name + ".bak")
+        write_whole_file(kept, before)
+        logger.warning("%s was edited: what it said is kept in %s", target.name, kept.name)
     write_whole_file(target, text)
 
 

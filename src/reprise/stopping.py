@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # One request often arrives twice: from the terminal or `kill -- -group`, and again from a parent that passes it on.
 ECHO_SECONDS = 1.0
 POLL_SECONDS = 0.5
+ASK_AGAIN_SECONDS = 0.05
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -48,18 +50,22 @@ class StopFlag:
         if self.signal_number is None:
             self.signal_number = number
         elif not is_echo:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
 
 
 # Handlers belong to the process, so there is one flag in force at a time, if any, and one time of the last request.
 _flag: StopFlag | None = None
 _asked_at: float | None = None
+_was_dropped = False
 
 
 def _note_request() -> bool:
-    """Whether the signal that came now repeats one that was just heard."""
-    global _asked_at
+    """Whether the signal that came now repeats one that was just heard, and heeded."""
+    global _asked_at, _was_dropped
     now = time.monotonic()
+    if _was_dropped:
+        _was_dropped, _asked_at = False, now
+        return False
     if _asked_at is not None and now - _asked_at <= ECHO_SECONDS:
         return True
     _asked_at = now
@@ -117,10 +123,38 @@ def _handlers(handler: Handler) -> Iterator[None]:
     for number in taken:
         signal.signal(number, handler)
     try:
-        yield
+        with _ask_again_when_dropped():
+            yield
     finally:
         for number in taken:
             signal.signal(number, before[number])
+
+
+@contextmanager
+def _ask_again_when_dropped() -> Iterator[None]:
+    """What a handler raised while a finalizer ran (``__del__``, a weakref callback) is dropped by Python: the signal comes again.
+
+    Source: https://docs.python.org/3/library/sys.html#sys.unraisablehook
+    """
+    hook_before = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        global _was_dropped
+        if isinstance(dropped.exc_value, Stopped):
+            number = dropped.exc_value.signal_number
+        elif isinstance(dropped.exc_value, KeyboardInterrupt):
+            number = dropped.exc_value.args[0] if dropped.exc_value.args else signal.SIGINT
+        else:
+            hook_before(dropped)
+            return
+        _was_dropped = True
+        threading.Timer(ASK_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook_before
 
 
 def watch_parent(poll_seconds: float = POLL_SECONDS) -> threading.Thread | None:
