@@ -172,3 +172,8 @@ def test_a_refused_stage_fails_for_dvc_and_leaves_the_old_release(trained: Any, 
     trained.set_params({"registry.gate.minimum": {"accuracy": 0.999}})
     assert "exited with 3" in trained.run("dvc", "repro", code=255, PREFECT_API_URL=server).said
     assert digests(trained.folder / "release") == before
+
+    said = trained.run("python", "-m", "pipelines.rebuild", code=3, PREFECT_API_URL=server).said
+    assert "reprise: refused: test accuracy" in said
+    assert digests(trained.folder / "release") == before
+    trained.run("dvc", "status", "--quiet", "release", code=1)  # DVC was not told that the old release belongs to these params

@@ -92,6 +92,33 @@ def test_a_stop_that_comes_after_the_last_step_ends_what_follows_but_not_the_tra
     assert training.train(project) == key
 
 
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def test_a_kill_between_the_two_checkpoints_of_an_epoch_changes_no_bit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in one order is a kill harmless: last.pt must never know of a best epoch that best.pt does not hold."""
+    straight = result(project, training.train(project))
+    shutil.rmtree(project.runs_dir)
+    replace_file, bests = Path.replace, []
+
+    def die_after_the_first_of_two(path: Path, target: Path) -> Path:
+        done = replace_file(path, target)
+        if path.name.endswith(".link.tmp"):  # a best epoch: the first of its two names is in place
+            bests.append(target.name)
+            if len(bests) == 2:
+                raise Killed
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", die_after_the_first_of_two)
+        with pytest.raises(Killed):
+            training.train(project)
+    resumed = result(project, training.train(project))
+    for name in ("state_digest", "best_state_digest", "best_step", "best_value", "steps"):
+        assert resumed[name] == straight[name], name
+
+
 def test_a_failure_is_recorded_as_one_and_the_next_call_continues(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def fall_over(*_: Any, **__: Any) -> None:
         raise RuntimeError("no more memory")
