@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml requirements.lock requirements-dev.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; set PYTHON=python3.12, say")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements-dev.lock uv
-	$(UV) pip install --python $(BIN)/python -c requirements.lock -c requirements-dev.lock -e '.[train,dev]'
+	$(UV) pip install --python $(BIN)/python -c requirements.lock -c requirements-dev.lock -e '.[train,pretrained,dev]'
 	@touch $@
 
 install-base: setup ## what serving needs, and no more, into the virtual environment BASE=folder
@@ -66,7 +66,7 @@ deploy: setup ## register the Prefect deployments (needs a running `prefect serv
 	prefect --no-prompt deploy --all
 
 lock: setup ## resolve the dependencies anew
-	$(COMPILE) --extra train -o requirements.lock pyproject.toml
+	$(COMPILE) --extra train --extra pretrained -o requirements.lock pyproject.toml
 	$(COMPILE) --extra dev -c requirements.lock -o requirements-dev.lock pyproject.toml
 
 bench: setup ## score and time of the recipes over five seeds, on the validation split
@@ -76,4 +76,4 @@ bench: setup ## score and time of the recipes over five seeds, on the validation
 	done
 
 clean: ## remove what was made, keep the environment and your own files in data/source
-	rm -rf data/raw data/split data/encoded data/quarantine.jsonl runs release mlflow.db mlartifacts
+	rm -rf data/raw data/encoder data/split data/encoded data/quarantine.jsonl runs release mlflow.db mlartifacts

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from reprise.evaluation.metrics import classification_metrics
 from reprise.evaluation.predict import predict
 from reprise.models import build_model
 from reprise.project import Project, open_project
+from reprise.steps.lessons import learner_and_lessons
 from reprise.training.loop import FitState, fit
 from reprise.training.optim import build_optimizers
 from reprise.training.randomness import make_deterministic
@@ -34,7 +37,10 @@ def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str
     torch.set_num_threads(train.num_threads)
     make_deterministic(seed)
     model = build_model(config.model, data)
-    optimizers = build_optimizers(model, train.optimizer)
+    start = time.perf_counter()
+    learner, lessons = learner_and_lessons(project, model, data, device)
+    features_seconds = time.perf_counter() - start  # of the first seed: the others find the file
+    optimizers = build_optimizers(learner, train.optimizer)
     best: dict[str, torch.Tensor] = {}
 
     def save(state: dict[str, object], is_best: bool) -> None:
@@ -42,12 +48,14 @@ def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str
             best.update({name: tensor.clone() for name, tensor in state["model"].items()})  # type: ignore[attr-defined]
 
     state = fit(
-        model, optimizers, data, train, config.execution, device, FitState(),
+        learner, optimizers, lessons, train, config.execution, device, FitState(),
         evaluation_batch_size=config.evaluate.batch_size, log=lambda step, values: None, save=save,
         show=lambda state, loss: None, stop_requested=lambda: None,
     )  # fmt: skip
-    model.load_state_dict(best)
-    figures = {"seconds": state.seconds, "best_step": float(state.best_step or 0)}
+    learner.load_state_dict(best)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    figures = {"seconds": state.seconds, "features seconds": features_seconds, "peak GB": peak}
+    figures["best_step"] = float(state.best_step or 0)
     for name in splits:
         logits = predict(model, data.splits[name], config.evaluate.batch_size, device, data.manifest.tokenizer.pad_id)
         metrics = classification_metrics(logits, data.splits[name].labels, data.manifest.labels)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from rich.console import Console
 
 from pipelines.command import run_as_command
 from pipelines.server import prefect_server
@@ -67,7 +68,8 @@ def rebuild(recipe: str | None = None, workdir: str | None = None) -> Outcome:
     """
     folder = Path(workdir or ".").resolve()
     with raise_on_signals():
-        watch_worker()
+        if watch_worker() is not None:
+            _outlive_the_reader_of_our_output()
         if recipe is not None:
             use_recipe(recipe, folder / "params.yaml")
         project = open_project(None, folder)
@@ -80,6 +82,18 @@ def rebuild(recipe: str | None = None, workdir: str | None = None) -> Outcome:
             if not outcome["refusals"]:
                 commit_release(folder)
         return ended(outcome)
+
+
+def _outlive_the_reader_of_our_output() -> None:
+    """Where nobody reads what it prints any more, rich ends the process; a flow run whose worker died must save its state first.
+
+    Source: rich/console.py, on_broken_pipe, which is meant to be replaced.
+    """
+
+    def go_on(self: Console) -> None:
+        self.quiet = True
+
+    Console.on_broken_pipe = go_on  # type: ignore[method-assign]
 
 
 def last_outcome(project: Project) -> Outcome:

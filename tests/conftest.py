@@ -39,8 +39,35 @@ TINY: dict[str, Any] = {
     "registry.gate.minimum": {},
     "execution.log_every_steps": 1,
 }
+ENCODER_TOKENIZER = {"kind": "encoder", "max_length": 24, "encoder": {"kind": "path", "path": "data/source/encoder"}}
 KINDS: dict[str, dict[str, Any]] = {
     "bag": {"model.embedding_dim": 8, "model.num_buckets": 1024, "tokenizer.max_length": 64},
+    "cnn": {
+        "tokenizer.vocab_size": 320,
+        "tokenizer.max_length": 24,
+        "model": {
+            "kind": "cnn",
+            "embedding_dim": 8,
+            "kernels": [1, 2, 3],
+            "num_filters": 8,
+            "dropout": 0.1,
+            "token_dropout": 0.1,
+        },
+        "train.optimizer.sparse_peak_lr": None,
+    },
+    "pretrained": {
+        "tokenizer": ENCODER_TOKENIZER,
+        "model": {
+            "kind": "pretrained",
+            "pooling": "mean",
+            "encoder_dropout": 0.1,
+            "head_dropout": 0.1,
+            "frozen_embeddings": True,
+            "frozen_layers": 1,
+            "layer_lr_decay": 0.9,
+        },
+        "train.optimizer.sparse_peak_lr": None,
+    },
     "transformer": {
         "tokenizer.vocab_size": 320,
         "tokenizer.max_length": 24,
@@ -57,6 +84,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "train.optimizer.sparse_peak_lr": None,
     },
 }
+# The same with its encoder frozen as a whole.
+KINDS["frozen"] = {**KINDS["pretrained"], "model": {**KINDS["pretrained"]["model"], "frozen_layers": "all"}}
 TOPICS = {
     "card": ("card", "pin", "chip"),
     "loan": ("loan", "interest", "debt"),
@@ -98,6 +127,37 @@ def _write_rows(path: Path, count: int = 400) -> None:
             writer.writerow([" ".join([*words, str(number)]), label])
 
 
+def _write_encoder(folder: Path) -> None:
+    """A BERT of two layers with drawn weights and a word-piece tokenizer that knows letters, as transformers saves them."""
+    import torch
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel
+
+    letters = [chr(code) for code in range(33, 127)]
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters)]
+    tokens += [f"[unused{number}]" for number in range(258 - len(tokens))]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.enable_truncation(7)  # a trap: what an encoder's tokenizer brings along must not decide
+    tokenizer.enable_padding(length=9)
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        encoder = BertModel(BertConfig(vocab_size=258, max_position_embeddings=64, **sizes))
+    folder.mkdir(parents=True)
+    encoder.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def write_encoder() -> Callable[[Path], None]:
+    """``write_encoder(folder)``: a tiny pretrained encoder in that folder."""
+    return _write_encoder
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The top of the checkout."""
@@ -128,6 +188,8 @@ def tiny_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pr
 
             workdir = tmp_path_factory.mktemp(kind)
             _write_rows(workdir / "data" / "source" / "rows.csv")
+            if "tokenizer" in KINDS[kind]:
+                _write_encoder(workdir / "data" / "source" / "encoder")
             (workdir / "params.yaml").write_text(yaml.safe_dump(_tiny_params(kind), sort_keys=False), encoding="utf-8")
             made[kind] = open_project(None, workdir)
             data.fetch(made[kind])

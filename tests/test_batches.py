@@ -86,11 +86,12 @@ def example(position: int, length: int, label: int) -> Example:
 
 def test_lengths_5_3_7_are_padded_to_7_with_a_mask() -> None:
     batch = Collate(pad_id=9)([example(4, 5, 0), example(1, 3, 2), example(8, 7, 1)])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 9, 9], [1, 2, 3, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7]]
-    assert batch.attention_mask.tolist() == [[1] * 5 + [0] * 2, [1] * 3 + [0] * 4, [1] * 7]
+    input_ids, attention_mask = batch.inputs
+    assert input_ids.tolist() == [[1, 2, 3, 4, 5, 9, 9], [1, 2, 3, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7]]
+    assert attention_mask.tolist() == [[1] * 5 + [0] * 2, [1] * 3 + [0] * 4, [1] * 7]
     assert batch.labels.tolist() == [0, 2, 1]
     assert batch.positions.tolist() == [4, 1, 8]
-    assert {t.dtype for t in vars(batch).values()} == {torch.int64}
+    assert {t.dtype for t in (*batch.inputs, batch.labels, batch.positions)} == {torch.int64}
 
 
 def test_collate_reaches_a_loader_process() -> None:
@@ -100,7 +101,8 @@ def test_collate_reaches_a_loader_process() -> None:
 def test_a_batch_moves_as_a_whole() -> None:
     batch = Collate(0)([example(0, 2, 0)])
     assert batch.to(torch.device("cpu")) is batch
-    assert {t.device.type for t in vars(batch.to(torch.device("meta"))).values()} == {"meta"}
+    moved = batch.to(torch.device("meta"))
+    assert {t.device.type for t in (*moved.inputs, moved.labels, moved.positions)} == {"meta"}
 
 
 def test_micro_batches_never_cross_a_group() -> None:
@@ -129,9 +131,9 @@ def test_by_length_reads_the_whole_split_once_and_hardly_pads(tiny_dataset: Data
     split = tiny_dataset("bag").splits["train"]
     batches = list(batches_by_length(split, 32, Collate(0)))
     assert sorted(p for b in batches for p in b.positions.tolist()) == list(range(len(split)))
-    widths = [b.input_ids.shape[1] for b in batches]
+    widths = [b.inputs[0].shape[1] for b in batches]
     assert widths == sorted(widths)
     for batch in batches:
-        for position, ids, mask, label in zip(batch.positions, batch.input_ids, batch.attention_mask, batch.labels, strict=True):
+        for position, ids, mask, label in zip(batch.positions, *batch.inputs, batch.labels, strict=True):
             assert ids[mask.bool()].tolist() == split[int(position)].input_ids.tolist()
             assert int(label) == split[int(position)].label

@@ -262,12 +262,14 @@ def test_quiet_leaves_only_warnings(run: Run) -> None:
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    monkeypatch.delenv("DVC_NO_ANALYTICS", raising=False)
+    monkeypatch.setattr(os, "environ", {"DO_NOT_TRACK": "0", "OMP_WAIT_POLICY": "ACTIVE"})
     surroundings.set_defaults()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert os.environ["DO_NOT_TRACK"] == "0"
     assert os.environ["DVC_NO_ANALYTICS"] == "1"
-    monkeypatch.delenv("DVC_NO_ANALYTICS")
+    assert "GOMP_SPINCOUNT" not in os.environ, "libgomp would heed it before OMP_WAIT_POLICY"
+    monkeypatch.setattr(os, "environ", {})
+    surroundings.set_defaults()
+    assert os.environ == surroundings.DEFAULTS
 
 
 def test_log_lines_go_to_stderr_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:

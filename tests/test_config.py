@@ -178,7 +178,7 @@ def test_bounds(kind: str, path: str, value: Any, tiny_params: Params) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("bag", {"model.kind": "cnn"}, "model: found"),
+        ("bag", {"model.kind": "rnn"}, "model: found"),
         ("bag", {"data.source": {"kind": "ftp"}}, "data.source: found"),
         ("bag", {"data.source": {"path": "x"}}, "data.source: found"),
         ("bag", {"data.split.fractions": {"train": 0.5, "validation": 0.1, "test": 0.1}}, "add up to 0.7"),
@@ -186,6 +186,7 @@ def test_bounds(kind: str, path: str, value: Any, tiny_params: Params) -> None:
         ("bag", {"model.word_ngrams": [], "model.character_ngrams": []}, "the model would see nothing"),
         ("bag", {"train.optimizer.sparse_peak_lr": None}, "give a number for bag"),
         ("transformer", {"train.optimizer.sparse_peak_lr": 0.1}, "null for every other model"),
+        ("pretrained", {"model.frozen_embeddings": False}, "layers are frozen from below"),
         ("transformer", {"model.num_heads": 3}, "width 16 is not divisible by num_heads 3"),
     ],
 )

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from reprise import stopping
-from reprise.stopping import Stopped, catch_signals, raise_on_signals, watch_parent
+from reprise.stopping import Stopped, catch_signals, raise_on_signals, watch_parent, watch_worker
 
 PREAMBLE = """
 import os, signal, sys, threading, time
@@ -258,7 +258,7 @@ if DELAY:
         time.sleep(.02)
 try:
     with catch_signals() as stop:
-        watch_parent(poll_seconds=.05)
+        WATCH(poll_seconds=.05)
         out.write("ready\\n")
         deadline = time.monotonic() + 20
         while not stop and time.monotonic() < deadline:
@@ -274,7 +274,7 @@ except Stopped as error:
 @contextmanager
 def stage_under_dvc(folder: Path, name: str, delay: bool) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     (folder / name).write_text(FAKE_DVC)
-    (folder / "stage.py").write_text(STAGE.replace("DELAY", str(delay)))
+    (folder / "stage.py").write_text(STAGE.replace("DELAY", str(delay)).replace("WATCH", "watch_parent"))
     out = folder / "out"
     command = f"exec {sys.executable} {folder / 'stage.py'} {out}" if delay else f"{sys.executable} {folder / 'stage.py'} {out}"
     dvc = subprocess.Popen([sys.executable, str(folder / name), command])
@@ -319,3 +319,24 @@ def test_a_stage_whose_dvc_lives_is_left_alone(tmp_path):
         assert out.read_text() == "ready\n"
         dvc.kill()
         wait_for(out, "saved 143")
+
+
+def test_a_flow_run_stops_in_good_order_when_its_worker_is_gone(tmp_path):
+    (tmp_path / "run.py").write_text(STAGE.replace("DELAY", "False").replace("WATCH", "watch_worker"))
+    out = tmp_path / "out"
+    start = f"import subprocess; subprocess.run({[sys.executable, str(tmp_path / 'run.py'), str(out)]!r})"
+    worker = subprocess.Popen([sys.executable, "-c", start], env={**os.environ, "PREFECT__FLOW_RUN_ID": "a flow run"})
+    try:
+        wait_for(out, "ready")
+        time.sleep(0.5)
+        assert out.read_text() == "ready\n", "as long as the worker lives it goes on"
+        worker.kill()
+        wait_for(out, "saved 143")
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_without_a_worker_nobody_is_watched(monkeypatch):
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID", raising=False)
+    assert watch_worker() is None

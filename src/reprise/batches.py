@@ -7,8 +7,9 @@ loading what came before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +18,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from reprise.config import ExecutionConfig, TrainConfig
-from reprise.data.dataset import EncodedSplit, Example
+from reprise.data.dataset import Example, Split
+from reprise.data.features import FeatureExample, FeatureSplit
 
 Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples padded to the longest among them: ``input_ids`` int64 [B, L], ``attention_mask`` int64 [B, L] with 1 for a token
-    and 0 for padding, ``labels`` int64 [B], ``positions`` int64 [B] (row numbers in the split)."""
+    """Examples side by side: ``inputs`` are what the model takes, in its order; ``labels`` int64 [B]; ``positions`` int64 [B], row
+    numbers in the split."""
 
-    input_ids: Tensor
-    attention_mask: Tensor
+    inputs: tuple[Tensor, ...]
     labels: Tensor
     positions: Tensor
 
@@ -36,16 +37,20 @@ class Batch:
         """The same batch on ``device``; the copy runs beside the computation where the memory is pinned."""
         if device.type == "cpu":
             return self
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.input_ids, self.attention_mask, self.labels, self.positions)))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory (called by the DataLoader)."""
-        return Batch(*(t.pin_memory() for t in (self.input_ids, self.attention_mask, self.labels, self.positions)))
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(tuple(map(change, self.inputs)), change(self.labels), change(self.positions))
 
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes a Batch of a list of examples; an object rather than a closure, so that it reaches loader processes."""
+    """Pads token ids to the longest among them: ``inputs`` are ``input_ids`` and ``attention_mask``, int64 [B, L], the mask 1 for a
+    token and 0 for padding. An object rather than a closure, so that it reaches loader processes."""
 
     pad_id: int
 
@@ -55,11 +60,24 @@ class Collate:
         input_ids = np.full(mask.shape, self.pad_id, dtype=np.int64)
         input_ids[mask] = np.concatenate([e.input_ids for e in examples])
         return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            attention_mask=torch.from_numpy(mask.astype(np.int64)),
+            inputs=(torch.from_numpy(input_ids), torch.from_numpy(mask.astype(np.int64))),
             labels=torch.tensor([e.label for e in examples]),
             positions=torch.tensor([e.position for e in examples]),
         )
+
+
+def stack_features(examples: Sequence[FeatureExample]) -> Batch:
+    """The one input is the vectors that a frozen encoder made, float32 [B, D]."""
+    return Batch(
+        inputs=(torch.from_numpy(np.stack([e.features for e in examples])),),
+        labels=torch.tensor([e.label for e in examples]),
+        positions=torch.tensor([e.position for e in examples]),
+    )
+
+
+def collate_for(split: Split, pad_id: int) -> Callable[[Sequence[Any]], Batch]:
+    """The function that makes a Batch of examples of ``split``."""
+    return stack_features if isinstance(split, FeatureSplit) else Collate(pad_id)
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:
@@ -104,11 +122,15 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 def load_groups(
-    split: EncodedSplit, groups: Sequence[Positions], config: TrainConfig, execution: ExecutionConfig, collate: Collate
+    split: Split,
+    groups: Sequence[Positions],
+    config: TrainConfig,
+    execution: ExecutionConfig,
+    collate: Callable[[Sequence[Any]], Batch],
 ) -> Iterator[tuple[Positions, Iterator[Batch]]]:
     """Each group's positions with an iterator over its micro-batches; the loader works ahead in ``num_workers`` processes."""
     workers = execution.num_workers
-    loader: DataLoader[Example] = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         split,  # type: ignore[arg-type]  # a Dataset by its methods; the data room does not import torch
         batch_sampler=MicroBatchSampler(groups, config.micro_batch_size),
         collate_fn=collate,
@@ -124,7 +146,7 @@ def load_groups(
         yield group, (next(micro_batches) for _ in range(count))
 
 
-def batches_by_length(split: EncodedSplit, batch_size: int, collate: Collate) -> Iterator[Batch]:
+def batches_by_length(split: Split, batch_size: int, collate: Callable[[Sequence[Any]], Batch]) -> Iterator[Batch]:
     """The whole split in order of length, so that a batch is hardly padded; for prediction, where order does not matter."""
     for positions in _cut(np.argsort(split.lengths, kind="stable").astype(np.int64), batch_size):
         yield collate(split.__getitems__(positions.tolist()))

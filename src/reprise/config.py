@@ -16,8 +16,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SPLITS = ("train", "validation", "test")
+ENCODER_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -78,7 +80,7 @@ class UrlSource(Section):
 
 
 class HubSource(Section):
-    """Files of a data set repository at one pinned commit; the hub's address comes from HF_ENDPOINT."""
+    """Files of a repository (of a data set, or of an encoder) at one pinned commit; the hub's address comes from HF_ENDPOINT."""
 
     kind: Literal["hub"]
     repository: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
@@ -176,7 +178,25 @@ class BpeTokenizerConfig(Section):
     encoder: None
 
 
-TokenizerConfig = BpeTokenizerConfig
+class EncoderTokenizerConfig(Section):
+    """The tokenizer that a pretrained encoder was trained with, and where the encoder comes from.
+
+    The source gives ``config.json``, ``model.safetensors`` and ``tokenizer.json``, as the transformers library saves them.
+    """
+
+    kind: Literal["encoder"]
+    max_length: Annotated[int, Field(ge=2, le=8192)]
+    encoder: Source
+
+    @field_validator("encoder")
+    @classmethod
+    def _has_all_files(cls, source: Source) -> Source:
+        if not isinstance(source, PathSource) and (found := set(source.files)) != set(ENCODER_FILES):
+            raise ValueError(f"files are {', '.join(sorted(found))}; an encoder is made of {', '.join(ENCODER_FILES)}")
+        return source
+
+
+TokenizerConfig = Annotated[BpeTokenizerConfig | EncoderTokenizerConfig, Field(discriminator="kind")]
 
 
 # --------------------------------------------------------------------------------------------------- model and training
@@ -199,6 +219,15 @@ class BagConfig(Section):
         if not (self.word_ngrams or self.word_skips or self.character_ngrams):
             raise ValueError("word_ngrams, word_skips and character_ngrams are all empty; the model would see nothing")
         return self
+
+
+class CnnConfig(Section):
+    kind: Literal["cnn"]
+    embedding_dim: PositiveInt
+    kernels: Annotated[tuple[Annotated[int, Field(ge=1, le=15)], ...], Field(strict=False, min_length=1)]
+    num_filters: PositiveInt
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    token_dropout: Annotated[float, Field(ge=0, lt=1)]
 
 
 class TransformerConfig(Section):
@@ -225,7 +254,33 @@ class TransformerConfig(Section):
         return self
 
 
-ModelConfig = Annotated[BagConfig | TransformerConfig, Field(discriminator="kind")]
+class PretrainedConfig(Section):
+    """A pretrained encoder with a linear head; where it comes from stands in ``tokenizer.encoder``."""
+
+    kind: Literal["pretrained"]
+    pooling: Literal["mean", "cls", "max"]
+    encoder_dropout: Annotated[float, Field(ge=0, lt=1)]
+    head_dropout: Annotated[float, Field(ge=0, lt=1)]
+    frozen_embeddings: bool
+    frozen_layers: NonNegativeInt | Literal["all"]
+    layer_lr_decay: Annotated[float, Field(gt=0, le=1)]
+
+    @model_validator(mode="after")
+    def _frozen_from_below(self) -> Self:
+        if self.frozen_layers != 0 and not self.frozen_embeddings:
+            raise ValueError(
+                f"frozen_layers is {self.frozen_layers} but frozen_embeddings is false: layers are frozen from below, and the "
+                "embeddings lie under the first; set frozen_embeddings: true, or frozen_layers: 0"
+            )
+        return self
+
+    @property
+    def trains_head_only(self) -> bool:
+        """Whether the whole encoder is frozen."""
+        return self.frozen_layers == "all"
+
+
+ModelConfig = Annotated[BagConfig | CnnConfig | TransformerConfig | PretrainedConfig, Field(discriminator="kind")]
 
 
 class OptimizerConfig(Section):
@@ -325,6 +380,15 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _encoder_with_its_tokenizer(self) -> Self:
+        if (self.model.kind == "pretrained") != (self.tokenizer.kind == "encoder"):
+            raise ValueError(
+                f"model.kind is {self.model.kind}, but tokenizer.kind is {self.tokenizer.kind}: a pretrained model reads the "
+                "tokens it was trained with (tokenizer.kind: encoder), every other model those of a tokenizer of its own (bpe)"
+            )
+        return self
+
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -403,9 +467,9 @@ def _describe(problem: Any) -> str:
 
 def _without_union_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Pydantic puts the tag of a union's chosen branch behind the union's own key; the file has no such level."""
-    for union in (("data", "source"), ("data", "split"), ("model",)):
+    for union in (("data", "source"), ("data", "split"), ("model",), ("tokenizer",), ("tokenizer", "encoder")):
         if location[: len(union)] == union:
-            return union + location[len(union) + 1 :]
+            location = union + location[len(union) + 1 :]
     return location
 
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 # 130 and 143, stopped by a signal, come from Stopped.
 DONE, FAILED, WRONG_INPUT, REFUSED = 0, 1, 2, 3
@@ -71,11 +72,13 @@ def wants_tracebacks() -> bool:
     return bool(os.environ.get("REPRISE_DEBUG"))
 
 
-class StderrHandler(logging.Handler):
+class StderrHandler(logging.StreamHandler[TextIO]):
     """Log lines on stderr as it is at that moment: a progress bar puts itself in its place, to draw below what is printed."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        """As the parent does; a stderr that nobody reads any more ends no training."""
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def set_up_logging(level: int) -> None:

@@ -20,7 +20,10 @@ TRAINING_CODE = (
     "evaluation/predict.py",
     "evaluation/metrics.py",
     "data/dataset.py",
+    "data/features.py",
 )
+# What can change the vectors that a frozen encoder makes of the texts.
+FEATURE_CODE = ("models/pretrained.py", "models/pooling.py", "batches.py", "evaluation/predict.py", "data/dataset.py")
 TRAINING_LIBRARIES = ("torch", "numpy", "transformers", "peft")
 
 
@@ -35,6 +38,16 @@ class Project:
     @property
     def raw_dir(self) -> Path:
         return self.workdir / "data" / "raw"
+
+    @property
+    def encoder_dir(self) -> Path:
+        """The pretrained encoder's files; an empty folder where the params name none."""
+        return self.workdir / "data" / "encoder"
+
+    @property
+    def features_dir(self) -> Path:
+        """What a frozen encoder made of the texts; kept, because it is the same for every head."""
+        return self.workdir / "runs" / "features"
 
     @property
     def split_dir(self) -> Path:
@@ -108,7 +121,7 @@ def run_key(content_digest: str, config: Config) -> str:
         "model": config.model.model_dump(mode="json"),
         "train": config.train.model_dump(mode="json"),
         "code": code_digest(Path(__file__).parent, TRAINING_CODE),
-        "libraries": {name: _version(name) for name in TRAINING_LIBRARIES},
+        "libraries": library_versions(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -140,6 +153,11 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
             ]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]  # every node that has a body list takes one
     return tree
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions of the libraries that compute; None where one is not installed."""
+    return {name: _version(name) for name in TRAINING_LIBRARIES}
 
 
 def _version(distribution: str) -> str | None:

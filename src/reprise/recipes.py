@@ -35,7 +35,8 @@ def recipes_dir() -> Path:
 
 def list_recipes() -> list[dict[str, str | None]]:
     """Name, what it is, expected score and time of each recipe, from its header."""
-    return [{"name": path.stem, **_header(path.read_text(encoding="utf-8"))} for path in sorted(recipes_dir().glob("*.yaml"))]
+    paths = sorted(recipes_dir().glob("*.yaml"), key=lambda path: path.stem)
+    return [{"name": path.stem, **_header(path.read_text(encoding="utf-8"))} for path in paths]
 
 
 def read_recipe(name: str) -> str:

@@ -79,7 +79,7 @@ class Project:
 
     def encode(self) -> Path:
         self.split()
-        return encode_splits(self.data / "split", self.data / "encoded", self.config)
+        return encode_splits(self.data / "split", self.data / "encoder", self.data / "encoded", self.config)
 
     def open(self) -> EncodedDataset:
         return open_dataset(self.data / "encoded", self.config)

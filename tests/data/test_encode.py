@@ -51,7 +51,7 @@ config = Config.model_construct(
     tokenizer=BpeTokenizerConfig.model_validate_json({encoded.config.tokenizer.model_dump_json()!r}),
 )
 data = Path(sys.argv[1])
-encode_splits(data / "split", data / "encoded", config)
+encode_splits(data / "split", data / "encoder", data / "encoded", config)
 assert "torch" not in sys.modules and "mlflow" not in sys.modules and "prefect" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script, str(encoded.data)], check=True, timeout=60)
@@ -145,7 +145,7 @@ def test_the_digest_does_not_depend_on_how_rows_are_batched(encoded: Any, monkey
     base = manifest_of(encoded)["digest"]
     first = [example.input_ids.tolist() for example in encoded.open().splits["train"]]
     monkeypatch.setattr(encode, "ROWS_PER_BATCH", 7)
-    encode_splits(encoded.data / "split", encoded.data / "encoded", encoded.config)
+    encode_splits(encoded.data / "split", encoded.data / "encoder", encoded.data / "encoded", encoded.config)
     assert manifest_of(encoded)["digest"] == base
     train = encoded.open().splits["train"]
     assert pa.ipc.open_file(train.path).num_record_batches > 5
@@ -172,10 +172,10 @@ def test_texts_without_a_token_and_huge_texts(project: Make, rows: Callable[...,
 
 def test_missing_splits_and_other_params_are_refused(encoded: Any, make_config: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no splits here \(split.json is missing\); run `dvc repro split`"):
-        encode_splits(tmp_path / "none", encoded.data / "encoded", encoded.config)
+        encode_splits(tmp_path / "none", encoded.data / "encoder", encoded.data / "encoded", encoded.config)
     other = make_config({"data.split.seed": 14})
     with pytest.raises(ValueError, match=r"made with other params: data.split.seed \(dataset: 13, params: 14\). Run `dvc repro sp"):
-        encode_splits(encoded.data / "split", encoded.data / "encoded", other)
+        encode_splits(encoded.data / "split", encoded.data / "encoder", encoded.data / "encoded", other)
 
 
 def test_a_failure_leaves_the_old_dataset_whole(encoded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_failure_leaves_the_old_dataset_whole(encoded: Any, monkeypatch: pytes
     table = pq.read_table(test)
     pq.write_table(table.set_column(table.column_names.index("label"), "label", pa.array(["new"] * len(table))), test)
     with pytest.raises(ValueError, match=r"test.parquet: \d+ rows have labels that no train row has: 'new'"):
-        encode_splits(encoded.data / "split", encoded.data / "encoded", encoded.config)
+        encode_splits(encoded.data / "split", encoded.data / "encoder", encoded.data / "encoded", encoded.config)
     assert bytes_of(encoded.data / "encoded") == first
     assert sorted(path.name for path in encoded.data.iterdir()) == [
         "encoded", "quarantine.jsonl", "raw", "source", "split",
@@ -200,5 +200,5 @@ def test_a_half_written_folder_has_no_manifest(encoded: Any, monkeypatch: pytest
         return describe(*arguments)
 
     monkeypatch.setattr(encode, "_manifest", look)
-    encode_splits(encoded.data / "split", encoded.data / "encoded", encoded.config)
+    encode_splits(encoded.data / "split", encoded.data / "encoder", encoded.data / "encoded", encoded.config)
     assert seen == [["test.arrow", "tokenizer.json", "train.arrow", "validation.arrow"]]

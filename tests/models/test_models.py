@@ -15,7 +15,7 @@ from reprise.config import Config
 from reprise.data.dataset import EncodedDataset
 
 Make = Callable[..., nn.Module]
-KINDS = ("bag", "transformer")
+KINDS = ("bag", "cnn", "transformer", "pretrained")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 rows = st.lists(st.lists(st.integers(1, 257), min_size=1, max_size=20), min_size=1, max_size=5)
@@ -78,16 +78,17 @@ def test_logits_not_probabilities(kind: str, make_model: Make) -> None:
     assert not torch.allclose(logits.sum(dim=1), torch.ones(2))
     assert not any(isinstance(m, nn.Softmax | nn.LogSoftmax) for m in make_model(kind).modules())
     model = make_model(kind)
-    model.head.bias.data += 7
+    (model.head[-1] if kind == "pretrained" else model.head).bias.data += 7
     assert torch.allclose(model(*pad([[70, 80, 90], [100]], 3)).detach(), logits + 7, atol=1e-5), "the head is the last thing"
 
 
 @each_kind
 def test_buffers_move_and_are_saved(kind: str, make_model: Make) -> None:
     model = make_model(kind)
-    buffers = dict(model.named_buffers())
-    assert set(buffers) == ({"word_starts", "piece_codes", "place_codes"} if kind == "bag" else {"positions"})
-    assert set(buffers) <= set(model.state_dict())
+    expected = {"bag": {"word_starts", "piece_codes", "place_codes"}, "transformer": {"positions"}}
+    own = {name for name, _ in model.named_buffers() if not name.startswith("encoder.transformer.")}
+    assert own == expected.get(kind, set())
+    assert own <= set(model.state_dict())
     assert {t.device.type for t in make_model(kind).to("meta").state_dict().values()} == {"meta"}
     # No tensor hides outside: it would stay behind on `.to(device)`.
     for module in model.modules():
@@ -122,7 +123,8 @@ def test_dropout_only_in_training(kind: str, make_model: Make) -> None:
 
 @each_kind
 def test_without_dropout_training_and_evaluation_agree(kind: str, make_model: Make) -> None:
-    off: dict[str, Any] = {"model.feature_dropout": 0.0} if kind == "bag" else {"model.dropout": 0.0, "model.token_dropout": 0.0}
+    dropouts = {"bag": ["feature_dropout"], "pretrained": ["encoder_dropout", "head_dropout"]}
+    off: dict[str, Any] = {f"model.{name}": 0.0 for name in dropouts.get(kind, ["dropout", "token_dropout"])}
     model, batch = make_model(kind, off), pad([[70, 80, 90, 33, 100, 101, 102], [100], []], 9)
     with torch.no_grad():
         assert torch.allclose(model.train()(*batch), model.eval()(*batch), atol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprise.models.pooling import masked_max, masked_mean
+from reprise.models.pooling import drop_tokens, masked_max, masked_mean
 from reprise.models.transformer import ConvolutionStem, SelfAttention, sinusoidal_positions
 
 
@@ -72,12 +72,11 @@ def test_positions_are_those_of_the_paper(width: int) -> None:
             assert float(table[position, column]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_token_dropout_replaces_tokens_by_unknown_and_never_padding(make_model: Callable[..., nn.Module]) -> None:
-    model = make_model("transformer", {"model.token_dropout": 0.5}).train()
+def test_token_dropout_replaces_tokens_by_unknown_and_never_padding() -> None:
     ids, mask = torch.full((4, 100), 70), torch.ones(4, 100, dtype=torch.long)
     ids[:, 60:], mask[:, 60:] = 0, 0
     torch.manual_seed(0)
-    dropped = model._drop_tokens(ids, mask)
+    dropped = drop_tokens(ids, mask, 0.5, unk_id=1)
     assert set(dropped[:, :60].unique().tolist()) == {1, 70}
     assert 0.4 < (dropped[:, :60] == 1).float().mean() < 0.6
     assert (dropped[:, 60:] == 0).all()

@@ -125,6 +125,12 @@ def test_a_stopped_worker_leaves_no_trainer_and_the_next_run_resumes(worker: tup
     running.wait_for("step 60 of")
     running.send(number)
     running.wait_until_gone(60)
+    assert status(checkout) == "stopped"
     assert "continues from step" in checkout.run("dvc", "repro").said
+    assert status(checkout) == "finished"
+
+
+def status(checkout: Any) -> str:
+    """How the latest training ended."""
     result = max(checkout.folder.glob("runs/*/result.json"), key=lambda path: path.stat().st_mtime)
-    assert json.loads(result.read_text())["status"] == "finished"
+    return str(json.loads(result.read_text())["status"])

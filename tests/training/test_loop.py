@@ -53,7 +53,7 @@ def reference_gradients(config: Config, data: EncodedDataset, step: int, weights
     counts = np.bincount(split.labels, minlength=5)
     balanced = torch.tensor(len(split) / (5 * counts), dtype=torch.float32)
     loss = F.cross_entropy(
-        model(batch.input_ids, batch.attention_mask),
+        model(*batch.inputs),
         batch.labels,
         weight=balanced if config.train.class_weights == "balanced" else None,
         label_smoothing=config.train.label_smoothing,
@@ -287,7 +287,7 @@ def test_overfits_one_batch(kind: str, tiny_dataset: Dataset, tiny_config: Make)
     for _ in range(60):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        logits = model(batch.input_ids, batch.attention_mask)
+        logits = model(*batch.inputs)
         (summed_loss(logits, batch, torch.ones(5), 0.0) / 32).backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -34,7 +34,7 @@ def schedule(warmup: float, final: float) -> ScheduleConfig:
 # -------------------------------------------------------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("kind", ["bag", "transformer"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
 def test_only_weights_of_linear_and_convolution_layers_decay(kind: str, tiny_dataset: Dataset, tiny_config: Make) -> None:
     config = tiny_config(kind)
     model = build_model(config.model, tiny_dataset(kind))
@@ -46,13 +46,13 @@ def test_only_weights_of_linear_and_convolution_layers_decay(kind: str, tiny_dat
             for parameter in group["params"]:
                 assert parameter not in found, "a parameter stands in two groups"
                 found[parameter] = group.get("weight_decay", 0.0)
-    assert set(found) == set(model.parameters())
+    assert set(found) == {p for p in model.parameters() if p.requires_grad}
     decayed = {names[p] for p, decay in found.items() if decay}
     assert {found[p] for p in found} == {0.0, rate}
     assert decayed == {
         n
         for n, p in model.named_parameters()
-        if n.endswith("weight") and p.dim() > 1 and "embedding" not in n and n != "table.weight"
+        if n.endswith("weight") and p.dim() > 1 and "embedding" not in n and n != "table.weight" and p.requires_grad
     }
     assert not {n for n in decayed if "norm" in n or "bias" in n or "embedding" in n or "table" in n}
 
@@ -65,6 +65,21 @@ def test_shared_and_frozen_parameters_are_taken_once_or_not_at_all() -> None:
     assert [id(p) for p in decayed] == [id(model[0].weight)]
     assert {id(p) for p in plain} == {id(model[0].bias), id(model[1].bias), id(model[2].bias)}
     assert sparse == []
+
+
+def test_layers_of_an_encoder_learn_the_slower_the_further_they_are_from_the_head(tiny_dataset: Dataset, tiny_config: Make) -> None:
+    changes = {"model.layer_lr_decay": 0.5, "model.frozen_layers": 0, "model.frozen_embeddings": False}
+    config = tiny_config("pretrained", changes)
+    model = build_model(config.model, tiny_dataset("pretrained"))
+    (optimizer,) = build_optimizers(model, config.train.optimizer)
+    rate = {p: group["peak_lr"] / config.train.optimizer.peak_lr for group in optimizer.param_groups for p in group["params"]}
+    by_name = {name: rate[parameter] for name, parameter in model.named_parameters()}
+    assert {share for name, share in by_name.items() if name.startswith("head.")} == {1.0}
+    assert {share for name, share in by_name.items() if ".layer.1." in name} == {0.5}
+    assert {share for name, share in by_name.items() if ".layer.0." in name} == {0.25}
+    assert {share for name, share in by_name.items() if ".embeddings." in name} == {0.125}
+    set_learning_rate([optimizer], 0.5)
+    assert all(group["lr"] == 0.5 * group["peak_lr"] for group in optimizer.param_groups)
 
 
 def test_a_table_without_a_rate_is_an_error(tiny_dataset: Dataset, tiny_config: Make) -> None:
@@ -94,13 +109,13 @@ def test_warm_up_then_half_a_cosine() -> None:
     assert (factors[54] + factors[55]) / 2 == pytest.approx(0.6, abs=1e-3)
 
 
-@given(total=st.integers(2, 400), warmup=st.floats(0, 0.5), final=st.floats(0, 1))
+@given(total=st.integers(2, 400), warmup=st.floats(0, 1), final=st.floats(0, 1))
 def test_the_last_step_has_the_final_fraction_and_no_step_leaves_the_range(total: int, warmup: float, final: float) -> None:
     config = schedule(warmup, final)
     factors = [learning_rate_factor(step, total, config) for step in range(total)]
     assert all(0 <= f <= 1 for f in factors)
     assert factors == [learning_rate_factor(step, total, config) for step in range(total)], "a pure function"
-    if total - 1 > round(warmup * total):
+    if total - 1 >= round(warmup * total):
         assert math.isclose(factors[-1], final, abs_tol=1e-12)
 
 

@@ -35,7 +35,7 @@ def test_autocast_runs_products_in_bf16_and_keeps_weights_and_gradients_in_fp32(
         assert layer(torch.ones(2, 4)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["bag", "transformer"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
 def test_a_training_in_bf16_keeps_fp32_weights_and_learns(
     kind: str, tiny_dataset: Callable[[str], EncodedDataset], tiny_config: Callable[..., Config], train: Any
 ) -> None:

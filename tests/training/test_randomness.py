@@ -67,7 +67,7 @@ class Guard:
         self._python = random.getstate()
 
 
-@pytest.mark.parametrize("kind", ["bag", "transformer"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_no_other_draw_in_fit(
     kind: str, num_workers: int, tiny_dataset: Dataset, tiny_config: Make, train: Any, monkeypatch: pytest.MonkeyPatch

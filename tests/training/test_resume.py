@@ -23,7 +23,7 @@ def joined(first: Any, second: Any, what: str) -> Any:
     return getattr(first, what) + getattr(second, what)
 
 
-@pytest.mark.parametrize("kind", ["bag", "transformer"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
 @pytest.mark.parametrize("order", ["global", "windows"])
 def test_continued_is_the_straight_run(kind: str, order: str, tiny_dataset: Dataset, tiny_config: Make, train: Any) -> None:
     data, config = tiny_dataset(kind), tiny_config(kind, {**ACCUMULATION, "train.order": order})
@@ -82,7 +82,7 @@ def test_from_the_checkpoint_that_a_kill_would_leave(tiny_dataset: Dataset, tiny
     assert second.bits() == straight.bits()
 
 
-@pytest.mark.parametrize("kind", ["bag", "transformer"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
 def test_two_straight_runs_and_any_number_of_workers_give_the_same_bits(
     kind: str, tiny_dataset: Dataset, tiny_config: Make, train: Any
 ) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from reprise.config import SPLITS, Config, digest, flatten
+from reprise.config import ENCODER_FILES, SPLITS, Config, digest, flatten
 
 CONTRACT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -70,6 +70,7 @@ class Manifest(_ManifestPart):
     class_counts: dict[str, dict[str, int]]
     quarantined: int
     tokenizer: TokenizerInfo
+    encoder_digest: str | None
     max_length: int
     truncated: dict[str, int]
     token_counts: dict[str, TokenCounts]
@@ -87,6 +88,23 @@ class Example(NamedTuple):
     position: int
     input_ids: NDArray[np.int32]
     label: int
+
+
+class Split(Protocol):
+    """What training needs of the examples of one split: their number, lengths int32 [N], labels int64 [N], ids, and themselves."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, positions: Sequence[int] | NDArray[np.integer[Any]]) -> Sequence[Any]: ...
+
+    @property
+    def lengths(self) -> NDArray[np.int32]: ...
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+
+    @property
+    def row_ids(self) -> list[str]: ...
 
 
 class EncodedSplit:
@@ -162,7 +180,7 @@ class EncodedDataset:
 
     folder: Path
     manifest: Manifest
-    splits: dict[str, EncodedSplit]
+    splits: Mapping[str, Split]
 
     @cached_property
     def tokenizer_json(self) -> str:
@@ -179,6 +197,37 @@ class EncodedDataset:
                 f"encode: {_MAKE_AGAIN}"
             )
         return data.decode("utf-8")
+
+    @cached_property
+    def encoder_dir(self) -> Path:
+        """The folder of the pretrained encoder that the dataset was encoded for.
+
+        Raises:
+            ValueError: another encoder lies there, or none.
+        """
+        folder = self.folder.parent / "encoder"
+        if (found := encoder_digest(folder)) != self.manifest.encoder_digest:
+            raise ValueError(
+                f"{folder}: the encoder's digest is {found}, but the manifest says {self.manifest.encoder_digest}; it was changed "
+                f"after encode: {_MAKE_AGAIN}"
+            )
+        return folder
+
+
+def encoder_digest(encoder_dir: Path) -> str:
+    """64 hex digits over the files of an encoder; its tokenizer counts too.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    sha = hashlib.sha256()
+    for name in ENCODER_FILES:
+        try:
+            with (encoder_dir / name).open("rb") as file:
+                sha.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        except FileNotFoundError:
+            raise ValueError(f"{encoder_dir}: {name} of the encoder is missing; run `dvc repro fetch`") from None
+    return sha.hexdigest()
 
 
 def open_dataset(encoded_dir: Path, config: Config) -> EncodedDataset:

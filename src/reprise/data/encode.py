@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from reprise.config import SPLITS, Config, flatten
+from reprise.config import ENCODER_FILES, SPLITS, BpeTokenizerConfig, Config, flatten
 from reprise.data.atomic import whole_folder
 from reprise.data.dataset import (
     CONTRACT_VERSION,
@@ -29,9 +30,10 @@ from reprise.data.dataset import (
     TokenizerInfo,
     dataset_params,
     dataset_params_digest,
+    encoder_digest,
     name_differences,
 )
-from reprise.data.tokenizer import PAD_ID, UNK_ID, encode_with_counts, train_tokenizer
+from reprise.data.tokenizer import encode_with_counts, load_tokenizer, special_ids, train_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -83,15 +85,21 @@ class _Content:
         return TokenCounts(mean=round(float(tokens.mean()), 3), max=int(tokens.max()), p50=int(p50), p99=int(p99))
 
 
-def encode_splits(split_dir: Path, out_dir: Path, config: Config) -> Path:
+def encode_splits(split_dir: Path, encoder_dir: Path, out_dir: Path, config: Config) -> Path:
     """The path of manifest.json in ``out_dir``, which is replaced as a whole: {train,validation,test}.arrow and tokenizer.json.
 
+    ``encoder_dir`` holds the files of a pretrained encoder, whose tokenizer is then used; else it is not read.
+
     Raises:
-        ValueError: ``split_dir`` is absent, was made with other params, or holds a label that train never shows.
+        ValueError: ``split_dir`` is absent, was made with other params, or holds a label that train never shows; the encoder is
+            incomplete or takes fewer tokens than ``tokenizer.max_length``.
     """
     facts = _read_split_facts(split_dir, config)
     labels = sorted(set(pq.read_table(split_dir / "train.parquet", columns=["label"])["label"].unique().to_pylist()))
-    tokenizer = train_tokenizer(_texts(split_dir / "train.parquet"), config.tokenizer)
+    if isinstance(config.tokenizer, BpeTokenizerConfig):
+        tokenizer, encoder = train_tokenizer(_texts(split_dir / "train.parquet"), config.tokenizer), None
+    else:
+        tokenizer, encoder = _encoder_tokenizer(encoder_dir, config.tokenizer.max_length), encoder_digest(encoder_dir)
     tokenizer_json = tokenizer.to_str()
     with whole_folder(out_dir) as folder:
         contents = {}
@@ -99,7 +107,7 @@ def encode_splits(split_dir: Path, out_dir: Path, config: Config) -> Path:
             contents[split] = _encode_split(split_dir / f"{split}.parquet", folder / f"{split}.arrow", tokenizer, labels, config)
             log.info("encoded %s: %d rows, %d truncated", split, contents[split].num_rows, contents[split].num_truncated)
         (folder / TOKENIZER_NAME).write_text(tokenizer_json, encoding="utf-8", newline="\n")
-        manifest = _manifest(contents, labels, tokenizer_json, tokenizer.get_vocab_size(), facts["quarantined"], folder, config)
+        manifest = _manifest(contents, labels, tokenizer, encoder, facts["quarantined"], folder, config)
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
     return out_dir / MANIFEST_NAME
 
@@ -118,13 +126,23 @@ def _read_split_facts(split_dir: Path, config: Config) -> dict[str, Any]:
     return facts
 
 
+def _encoder_tokenizer(encoder_dir: Path, max_length: int) -> Tokenizer:
+    """The encoder's own tokenizer, without the padding and truncation that it may bring."""
+    if missing := [name for name in ENCODER_FILES if not (encoder_dir / name).is_file()]:
+        raise ValueError(f"{encoder_dir}: lacks {', '.join(missing)} of the encoder; run `dvc repro fetch`")
+    longest = json.loads((encoder_dir / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    if longest is not None and max_length > longest:
+        raise ValueError(f"tokenizer.max_length: found {max_length}; this encoder has positions for {longest} tokens at most")
+    return load_tokenizer((encoder_dir / "tokenizer.json").read_text(encoding="utf-8"))
+
+
 def _texts(path: Path) -> Iterator[list[str]]:
     """Batches of texts: the trainer takes lists at once, which spares a call from Rust into Python per text."""
     for batch in pq.ParquetFile(path).iter_batches(ROWS_PER_BATCH, columns=["text"]):
         yield batch.column("text").to_pylist()
 
 
-def _encode_split(path: Path, out_path: Path, tokenizer: Any, labels: list[str], config: Config) -> _Content:
+def _encode_split(path: Path, out_path: Path, tokenizer: Tokenizer, labels: list[str], config: Config) -> _Content:
     """What the split holds, after writing it to ``out_path``."""
     content = _Content(len(labels))
     label_values = pa.array(labels, pa.string())
@@ -160,31 +178,33 @@ def _label_ids(column: pa.Array, labels: pa.Array, path: Path) -> NDArray[np.int
 def _manifest(
     contents: dict[str, _Content],
     labels: list[str],
-    tokenizer_json: str,
-    vocab_size: int,
+    tokenizer: Tokenizer,
+    encoder: str | None,
     quarantined: int,
     folder: Path,
     config: Config,
 ) -> Manifest:
     settings = config.tokenizer
-    tokenizer = TokenizerInfo(
+    pad_id, unk_id = special_ids(tokenizer)
+    info = TokenizerInfo(
         kind=settings.kind,
-        normaliser=settings.normaliser,
-        vocab_size=vocab_size,
-        sha256=hashlib.sha256(tokenizer_json.encode()).hexdigest(),
-        pad_id=PAD_ID,
-        unk_id=UNK_ID,
+        normaliser=settings.normaliser if isinstance(settings, BpeTokenizerConfig) else "the encoder's own",
+        vocab_size=tokenizer.get_vocab_size(),
+        sha256=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
+        pad_id=pad_id,
+        unk_id=unk_id,
     )
     return Manifest(
         contract_version=CONTRACT_VERSION,
-        digest=_content_digest(contents, labels, tokenizer, settings.max_length),
+        digest=_content_digest(contents, labels, info, encoder, settings.max_length),
         params_digest=dataset_params_digest(config),
         params=dataset_params(config),
         labels=labels,
         num_rows={split: content.num_rows for split, content in contents.items()},
         class_counts={s: dict(zip(labels, content.counts.tolist(), strict=True)) for s, content in contents.items()},
         quarantined=quarantined,
-        tokenizer=tokenizer,
+        tokenizer=info,
+        encoder_digest=encoder,
         max_length=settings.max_length,
         truncated={split: content.num_truncated for split, content in contents.items()},
         token_counts={split: content.token_counts() for split, content in contents.items()},
@@ -193,11 +213,14 @@ def _manifest(
     )
 
 
-def _content_digest(contents: dict[str, _Content], labels: list[str], tokenizer: TokenizerInfo, max_length: int) -> str:
-    """sha256 over what a model sees and what travels with it; neither versions nor the way to write files are in it."""
+def _content_digest(
+    contents: dict[str, _Content], labels: list[str], tokenizer: TokenizerInfo, encoder: str | None, max_length: int
+) -> str:
+    """sha256 over what a model begins with, sees and carries; neither versions nor the way to write files are in it."""
     tree = {
         "labels": labels,
         "tokenizer": tokenizer.sha256,
+        "encoder": encoder,
         "max_length": max_length,
         "special_ids": [tokenizer.pad_id, tokenizer.unk_id],
         "splits": {split: [content.num_rows, *content.digests()] for split, content in contents.items()},

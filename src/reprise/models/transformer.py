@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reprise.config import TransformerConfig
-from reprise.models.pooling import masked_max, masked_mean
+from reprise.models.pooling import drop_tokens, masked_max, masked_mean
 
 
 class SelfAttention(nn.Module):
@@ -99,7 +99,7 @@ class Transformer(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """int64 [B, L], int64 [B, L] -> logits [B, C]."""
         if self.training and self.token_dropout:
-            input_ids = self._drop_tokens(input_ids, attention_mask)
+            input_ids = drop_tokens(input_ids, attention_mask, self.token_dropout, self.unk_id)
         token_mask = attention_mask.unsqueeze(-1).to(self.positions.dtype)
         x = self.embedding(input_ids) * self.scale + self.positions[: input_ids.shape[1]]
         x = self.stem(self.dropout(x), token_mask)
@@ -112,11 +112,6 @@ class Transformer(nn.Module):
         pooled = torch.cat([masked_mean(x, token_mask), masked_max(x, token_mask)], dim=-1)
         logits: Tensor = self.head(self.dropout(pooled))
         return logits
-
-    def _drop_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Replace a share of the tokens by the unknown token, so that no single word can decide."""
-        dropped = torch.rand(input_ids.shape, device=input_ids.device) < self.token_dropout
-        return input_ids.masked_fill(dropped & (attention_mask > 0), self.unk_id)
 
 
 def sinusoidal_positions(length: int, width: int) -> Tensor:

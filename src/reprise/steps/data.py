@@ -6,13 +6,23 @@ import os
 from pathlib import Path
 
 from reprise.data.encode import encode_splits
-from reprise.data.sources import fetch_source
+from reprise.data.sources import fetch_encoder, fetch_source
 from reprise.data.split import make_splits
 from reprise.project import Project
 
 
 def fetch(project: Project) -> Path:
-    """The path of files.json, which lists the raw files; remote ones are downloaded once and checked by sha256."""
+    """The path of files.json, which lists the raw files; remote ones are downloaded once and checked by sha256.
+
+    A pretrained encoder, where the params name one, is put into data/encoder.
+    """
+    fetch_encoder(
+        project.config.tokenizer.encoder,
+        project.workdir,
+        project.encoder_dir,
+        cache_dir=download_cache(),
+        governed_by_dvc=project.is_governed_by_dvc,
+    )
     return fetch_source(
         project.config.data.source,
         project.workdir,
@@ -39,4 +49,4 @@ def split(project: Project) -> Path:
 
 def encode(project: Project) -> Path:
     """The path of manifest.json of the tokenised dataset."""
-    return encode_splits(project.split_dir, project.encoded_dir, project.config)
+    return encode_splits(project.split_dir, project.encoder_dir, project.encoded_dir, project.config)

@@ -23,7 +23,7 @@ from reprise.config import digest, flatten, load_config
 from reprise.data.atomic import write_whole_file
 from reprise.data.dataset import EncodedDataset, open_dataset
 from reprise.device import choose_device
-from reprise.models import build_model
+from reprise.models import build_model, trained_part
 from reprise.project import Project, run_key
 from reprise.tracking import mlflow_store
 from reprise.tracking.provenance import environment, git_state
@@ -136,7 +136,7 @@ def trained_run(project: Project, key: str) -> Path:
 def best_model(project: Project, data: EncodedDataset, run_dir: Path, device: torch.device) -> nn.Module:
     torch.set_num_threads(project.config.train.num_threads)  # as in training: their number decides the last bits of every sum
     model = build_model(project.config.model, data)
-    model.load_state_dict(load_checkpoint(run_dir / BEST, device)["model"])
+    trained_part(model).load_state_dict(load_checkpoint(run_dir / BEST, device)["model"])
     return model.to(device).eval()
 
 

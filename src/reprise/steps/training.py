@@ -25,9 +25,10 @@ from reprise.checkpoint import (
 )
 from reprise.data.dataset import EncodedDataset, open_dataset
 from reprise.device import choose_device
-from reprise.models import build_model
+from reprise.models import build_model, trained_part
 from reprise.progress import training_progress
 from reprise.project import Project, run_key
+from reprise.steps.lessons import learner_and_lessons
 from reprise.steps.runs import BEST, LAST, has_finished, run_facts, write_json
 from reprise.stopping import Stopped, catch_signals
 from reprise.tracking import mlflow_store
@@ -61,7 +62,8 @@ def train(project: Project, *, restart: bool = False) -> str:
 
     torch.set_num_threads(config.train.num_threads)
     make_deterministic(config.train.seed)
-    model = build_model(config.model, data).to(device)
+    whole_model = build_model(config.model, data).to(device)
+    model, lessons = learner_and_lessons(project, whole_model, data, device)
     optimizers = build_optimizers(model, config.train.optimizer)
     state = FitState()
     if saved := _last_checkpoint(run_dir, device):
@@ -69,7 +71,13 @@ def train(project: Project, *, restart: bool = False) -> str:
         logger.info("run %s continues from step %d", key, state.step)
     total_steps = steps_per_epoch(len(data.splits["train"]), config.train.batch_size) * config.train.max_epochs
     logger.info(
-        "run %s: %s, %s parameters, %d steps on %s", key, project.recipe, f"{count_parameters(model):,}", total_steps, device
+        "run %s: %s, %s parameters (%s of them trained), %d steps on %s",
+        key,
+        project.recipe,
+        f"{count_parameters(whole_model):,}",
+        f"{sum(p.numel() for p in model.parameters() if p.requires_grad):,}",
+        total_steps,
+        device,
     )
 
     store = mlflow_store.open_experiment(config.registry.experiment, project.workdir)
@@ -97,7 +105,7 @@ def train(project: Project, *, restart: bool = False) -> str:
             state = fit(
                 model,
                 optimizers,
-                data,
+                lessons,
                 config.train,
                 config.execution,
                 device,
@@ -108,7 +116,7 @@ def train(project: Project, *, restart: bool = False) -> str:
                 show=show,
                 stop_requested=lambda: stop.signal_number,
             )
-            _write_result(run_dir, project, data, state, model, run_id)
+            _write_result(run_dir, project, data, state, whole_model, run_id)
             mlflow_store.log_artifacts(store, run_id, [run_dir / BEST], folder="checkpoints")
         stop.raise_if_set()  # asked too late for the loop to see it: the training is whole, what follows it must not begin
     return key
@@ -181,7 +189,7 @@ def _write_result(run_dir: Path, project: Project, data: EncodedDataset, state: 
             "parameters": count_parameters(model),
             "device": str(next(model.parameters()).device),
             "versions": {name: version(name) for name in ("reprise", "torch", "numpy", "mlflow", "dvc", "prefect", "onnx")},
-            "state_digest": tensor_digest(model.state_dict()),
+            "state_digest": tensor_digest(trained_part(model).state_dict()),
             "best_state_digest": tensor_digest(best["model"]),
             "dataset_digest": data.manifest.digest,
             "mlflow_run_id": run_id,

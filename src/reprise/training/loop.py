@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from reprise.batches import Batch, Collate, Positions, load_groups, plan_epoch, steps_per_epoch
+from reprise.batches import Batch, Positions, collate_for, load_groups, plan_epoch, steps_per_epoch
 from reprise.checkpoint import State
 from reprise.config import ExecutionConfig, TrainConfig
-from reprise.data.dataset import EncodedDataset, EncodedSplit
+from reprise.data.dataset import EncodedDataset, Split
 from reprise.evaluation.metrics import classification_metrics
 from reprise.evaluation.predict import predict
 from reprise.stopping import Stopped
+from reprise.training.kernels import attention_kernel
 from reprise.training.optim import clip_gradients, learning_rate_factor, set_learning_rate
 from reprise.training.precision import autocast
 from reprise.training.randomness import seed_forward
@@ -83,7 +84,7 @@ def fit(
         Stopped: a stop was requested; the state was saved after the step that was under way.
     """
     split, labels = data.splits["train"], torch.from_numpy(data.splits["train"].labels)
-    collate = Collate(data.manifest.tokenizer.pad_id)
+    collate = collate_for(split, data.manifest.tokenizer.pad_id)
     class_weights = class_weights_for(config, labels, len(data.manifest.labels))
     epoch_steps = steps_per_epoch(len(split), config.batch_size)
     total_steps = epoch_steps * config.max_epochs
@@ -105,8 +106,9 @@ def fit(
             for index, micro_batch in enumerate(micro_batches):
                 batch = micro_batch.to(device)
                 seed_forward(config.seed, state.step, index, device)
-                with autocast(device, config.precision):
-                    logits = model(batch.input_ids, batch.attention_mask)
+                kernel = attention_kernel(device, config.precision, batch.inputs[0].shape[1])
+                with autocast(device, config.precision), kernel:
+                    logits = model(*batch.inputs)
                 micro_loss = summed_loss(logits, batch, device_weights, config.label_smoothing) / group_weight
                 micro_loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 loss += micro_loss.detach()
@@ -202,7 +204,7 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float, split: EncodedSplit, group: Positions) -> None:
+def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float, split: Split, group: Positions) -> None:
     if not math.isfinite(float(loss)) or not math.isfinite(float(norm)):
         rows = ", ".join(split.row_ids[position] for position in group[:8])
         raise NonFiniteError(

@@ -11,22 +11,24 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from reprise.config import OptimizerConfig, ScheduleConfig
+from reprise.models import learning_rate_scales
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """AdamW for the dense parameters and, where the model has a table with row-sparse gradients, RowAdagrad for that table.
 
-    Each parameter group carries ``peak_lr``, which ``set_learning_rate`` scales.
+    Each parameter group carries ``peak_lr``, which ``set_learning_rate`` scales; layers of a pretrained encoder may have their own.
     Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
     """
     decayed, plain, sparse = split_parameters(model)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay, "peak_lr": config.peak_lr},
-        {"params": plain, "weight_decay": 0.0, "peak_lr": config.peak_lr},
-    ]
+    scales = learning_rate_scales(model)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameters, weight_decay in ((decayed, config.weight_decay), (plain, 0.0)):
+        for parameter in parameters:
+            groups.setdefault((config.peak_lr * scales.get(parameter, 1.0), weight_decay), []).append(parameter)
     optimizers: list[Optimizer] = [
         AdamW(
-            [g for g in groups if g["params"]],
+            [{"params": params, "peak_lr": lr, "weight_decay": decay} for (lr, decay), params in groups.items()],
             lr=config.peak_lr,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
@@ -100,7 +102,9 @@ def learning_rate_factor(step: int, total_steps: int, config: ScheduleConfig) ->
     warmup_steps = round(config.warmup_fraction * total_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
+    last = total_steps - 1
+    # Where warm-up takes all but the last step, the cosine is only its end; the one step of a training of one is no end.
+    progress = (step - warmup_steps) / (last - warmup_steps) if last > warmup_steps else float(last > 0)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine
 

@@ -38,6 +38,8 @@ def make_deterministic(seed: int) -> None:
     # cuBLAS needs a fixed workspace to be deterministic (NVIDIA cuBLAS documentation, "Results reproducibility").
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # That would also fill whatever memory is allocated, for programs that read it before they write it. None of ours does.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
