@@ -179,7 +179,7 @@ def test_the_image_sets_what_surroundings_sets() -> None:
 def test_the_image_runs_without_rights_and_installs_from_the_lock() -> None:
     text = read("docker/Dockerfile")
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["${UID}:${GID}"]
-    assert "-c requirements.lock -e '.[train]'" in text
+    assert "-c requirements.lock -e '.[train,pretrained]'" in text
     assert not re.search(r"^# *syntax *=", text, re.MULTILINE)
 
 

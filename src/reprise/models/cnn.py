@@ -26,6 +26,9 @@ class Cnn(nn.Module):
         self.convolutions = nn.ModuleList(nn.Conv1d(config.embedding_dim, config.num_filters, k) for k in config.kernels)
         self.dropout = nn.Dropout(config.dropout)
         self.head = nn.Linear(config.num_filters * len(config.kernels), num_classes)
+        # As in the paper. PyTorch's own draw is four times as large, and a piece that training hardly saw would shout.
+        nn.init.uniform_(self.embedding.weight, -0.25, 0.25)
+        nn.init.zeros_(self.embedding.weight[pad_id].detach())
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """int64 [B, L], int64 [B, L] -> logits [B, C]."""
