@@ -23,6 +23,7 @@ from reprise.training.precision import autocast
 logger = logging.getLogger(__name__)
 
 SPLITS_IN_TRAINING = ("train", "validation")  # the test split is read by `evaluate` alone
+TEXTS_AT_ONCE = 64  # fixed: with another number there is other padding, and the last bits of a vector differ
 
 
 def learner_and_lessons(
@@ -41,10 +42,9 @@ def _feature_dataset(project: Project, model: Pretrained, data: EncodedDataset, 
     path = project.features_dir / f"{_features_digest(project, model, data)}.arrow"
     if not path.exists():
         start = time.perf_counter()
-        batch_size = project.config.evaluate.batch_size
-        pad_id = data.manifest.tokenizer.pad_id
+        pad_id, tokens = data.manifest.tokenizer.pad_id, data.splits
         with autocast(device, project.config.train.precision):
-            vectors = {name: predict(model.encoder, data.splits[name], batch_size, device, pad_id) for name in SPLITS_IN_TRAINING}
+            vectors = {name: predict(model.encoder, tokens[name], TEXTS_AT_ONCE, device, pad_id) for name in SPLITS_IN_TRAINING}
         write_features(path, vectors)
         logger.info("the encoder made its vectors of the texts in %.1f s; they are kept in %s", time.perf_counter() - start, path)
     return replace(data, splits={name: FeatureSplit(data.splits[name], path, name) for name in SPLITS_IN_TRAINING})
