@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from reprise.checkpoint import load_checkpoint
 from reprise.data.dataset import EncodedDataset, open_dataset
 from reprise.evaluation.predict import predict
 from reprise.models import build_model
-from reprise.project import Project, open_project
+from reprise.project import Project
 from reprise.steps import lessons, training
 from reprise.steps.lessons import learner_and_lessons
 from reprise.steps.runs import best_model
@@ -26,20 +25,7 @@ from reprise.stopping import Stopped
 # MLflow's own database models.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:sqlalchemy.exc.SADeprecationWarning")
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def workdir(tiny_project: Callable[[str], Project], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("head") / "work"
-    shutil.copytree(tiny_project("frozen").workdir, folder, ignore=shutil.ignore_patterns("runs", "mlflow*", "mlartifacts"))
-    return folder
-
-
-@pytest.fixture
-def project(workdir: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, deterministic: None) -> Project:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.rmtree(workdir / "runs", ignore_errors=True)
-    return open_project(None, workdir)
+KIND = "frozen"
 
 
 def parts(project: Project) -> tuple[nn.Module, EncodedDataset]:

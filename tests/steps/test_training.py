@@ -14,27 +14,13 @@ from typing import Any
 import pytest
 
 from reprise.data.dataset import StaleDatasetError
-from reprise.project import Project, open_project
+from reprise.project import Project
 from reprise.steps import training
 from reprise.stopping import Stopped
 
 # MLflow's own database models.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:sqlalchemy.exc.SADeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def workdir(tiny_project: Callable[[str], Project], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny project's data; one MLflow database for the module, because making one takes seconds."""
-    folder = tmp_path_factory.mktemp("steps") / "work"
-    shutil.copytree(tiny_project("bag").workdir, folder, ignore=shutil.ignore_patterns("runs", "mlflow*", "mlartifacts"))
-    return folder
-
-
-@pytest.fixture
-def project(workdir: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, deterministic: None) -> Project:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.rmtree(workdir / "runs", ignore_errors=True)
-    return open_project(None, workdir)
+KIND = "bag"
 
 
 def result(project: Project, key: str) -> dict[str, Any]:
