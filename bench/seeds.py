@@ -9,9 +9,12 @@ Uses the dataset of the work folder (``reprise fetch``, ``split`` and ``encode``
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import resource
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,7 @@ from reprise.models import build_model
 from reprise.project import Project, open_project
 from reprise.steps.lessons import learner_and_lessons
 from reprise.training.loop import FitState, fit
+from reprise.training.memory import keep_freed_memory
 from reprise.training.optim import build_optimizers
 from reprise.training.randomness import make_deterministic
 
@@ -36,6 +40,7 @@ def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str
     device = torch.device("cpu")
     torch.set_num_threads(train.num_threads)
     make_deterministic(seed)
+    keep_freed_memory()
     model = build_model(config.model, data)
     start = time.perf_counter()
     learner, lessons = learner_and_lessons(project, model, data, device)
@@ -67,6 +72,12 @@ def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str
     return figures
 
 
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of its 95 % interval (Student's t); NaN for a single value."""
+    spread = float(np.std(values, ddof=1)) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1)) * spread
+
+
 def main() -> None:
     """Train with each seed and print a line per seed, then mean and interval of each figure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -75,6 +86,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=17)
     parser.add_argument("--test", action="store_true", help="also read the test split")
+    parser.add_argument("--json", action="store_true", help="the figures of every seed as one JSON list, for programs")
     arguments = parser.parse_args()
     project = open_project(arguments.params, arguments.workdir)
     data = open_dataset(project.encoded_dir, project.config)
@@ -82,14 +94,16 @@ def main() -> None:
     rows = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         rows.append(run_seed(project, data, seed, splits))
-        print(f"seed {seed}  " + "  ".join(f"{name} {value:.4f}" for name, value in rows[-1].items()), flush=True)
+        line = f"seed {seed}  " + "  ".join(f"{name} {value:.4f}" for name, value in rows[-1].items())
+        print(line, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    if arguments.json:
+        print(json.dumps(rows))
+        return
     machine = platform.processor() or platform.machine()
     print(f"\n{arguments.params.stem}, {len(rows)} seeds, {machine}, {torch.get_num_threads()} threads")
     for name in rows[0]:
-        values = np.array([row[name] for row in rows])
-        spread = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-        half = stats.t.ppf(0.975, len(values) - 1) * spread
-        print(f"{name:>22}  {values.mean():.4f} ± {half:.4f}")
+        mean, half = mean_and_interval([row[name] for row in rows])
+        print(f"{name:>22}  {mean:.4f} ± {half:.4f}")
 
 
 if __name__ == "__main__":

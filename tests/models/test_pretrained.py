@@ -152,5 +152,5 @@ def test_an_encoder_changed_after_encode_is_refused(
     with pytest.raises(ValueError, match=r"it was changed after encode: run `dvc repro encode`"):
         build_model(tiny_config("pretrained").model, replace(data, folder=tmp_path / "data" / "encoded"))
     path.unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors of the encoder is missing; run `dvc repro fetch`"):
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors of the encoder; run `dvc repro fetch`"):
         build_model(tiny_config("pretrained").model, replace(data, folder=tmp_path / "data" / "encoded"))

@@ -33,12 +33,19 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def write_whole_file(path: Path, text: str) -> None:
-    """``path`` holds ``text`` in UTF-8, or is as it was before."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write: it takes the place of ``path`` when the block ends, and vanishes if the block raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
+        yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole_file(path: Path, text: str) -> None:
+    """``path`` holds ``text`` in UTF-8, or is as it was before."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="\n")

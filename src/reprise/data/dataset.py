@@ -220,13 +220,12 @@ def encoder_digest(encoder_dir: Path) -> str:
     Raises:
         ValueError: a file is missing.
     """
+    if missing := [name for name in ENCODER_FILES if not (encoder_dir / name).is_file()]:
+        raise ValueError(f"{encoder_dir}: lacks {', '.join(missing)} of the encoder; run `dvc repro fetch`")
     sha = hashlib.sha256()
     for name in ENCODER_FILES:
-        try:
-            with (encoder_dir / name).open("rb") as file:
-                sha.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-        except FileNotFoundError:
-            raise ValueError(f"{encoder_dir}: {name} of the encoder is missing; run `dvc repro fetch`") from None
+        with (encoder_dir / name).open("rb") as file:
+            sha.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return sha.hexdigest()
 
 

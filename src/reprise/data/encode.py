@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from reprise.config import ENCODER_FILES, SPLITS, BpeTokenizerConfig, Config, flatten
+from reprise.config import SPLITS, BpeTokenizerConfig, Config, flatten
 from reprise.data.atomic import whole_folder
 from reprise.data.dataset import (
     CONTRACT_VERSION,
@@ -99,15 +99,17 @@ def encode_splits(split_dir: Path, encoder_dir: Path, out_dir: Path, config: Con
     if isinstance(config.tokenizer, BpeTokenizerConfig):
         tokenizer, encoder = train_tokenizer(_texts(split_dir / "train.parquet"), config.tokenizer), None
     else:
-        tokenizer, encoder = _encoder_tokenizer(encoder_dir, config.tokenizer.max_length), encoder_digest(encoder_dir)
+        encoder = encoder_digest(encoder_dir)
+        tokenizer = _encoder_tokenizer(encoder_dir, config.tokenizer.max_length)
     tokenizer_json = tokenizer.to_str()
+    tokenizer_info = _tokenizer_info(tokenizer, tokenizer_json, config)
     with whole_folder(out_dir) as folder:
         contents = {}
         for split in SPLITS:
             contents[split] = _encode_split(split_dir / f"{split}.parquet", folder / f"{split}.arrow", tokenizer, labels, config)
             log.info("encoded %s: %d rows, %d truncated", split, contents[split].num_rows, contents[split].num_truncated)
         (folder / TOKENIZER_NAME).write_text(tokenizer_json, encoding="utf-8", newline="\n")
-        manifest = _manifest(contents, labels, tokenizer, encoder, facts["quarantined"], folder, config)
+        manifest = _manifest(contents, labels, tokenizer_info, encoder, facts["quarantined"], folder, config)
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
     return out_dir / MANIFEST_NAME
 
@@ -128,8 +130,6 @@ def _read_split_facts(split_dir: Path, config: Config) -> dict[str, Any]:
 
 def _encoder_tokenizer(encoder_dir: Path, max_length: int) -> Tokenizer:
     """The encoder's own tokenizer, without the padding and truncation that it may bring."""
-    if missing := [name for name in ENCODER_FILES if not (encoder_dir / name).is_file()]:
-        raise ValueError(f"{encoder_dir}: lacks {', '.join(missing)} of the encoder; run `dvc repro fetch`")
     longest = json.loads((encoder_dir / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     if longest is not None and max_length > longest:
         raise ValueError(f"tokenizer.max_length: found {max_length}; this encoder has positions for {longest} tokens at most")
@@ -175,28 +175,31 @@ def _label_ids(column: pa.Array, labels: pa.Array, path: Path) -> NDArray[np.int
     return found
 
 
+def _tokenizer_info(tokenizer: Tokenizer, tokenizer_json: str, config: Config) -> TokenizerInfo:
+    settings = config.tokenizer
+    pad_id, unk_id = special_ids(tokenizer)
+    return TokenizerInfo(
+        kind=settings.kind,
+        normaliser=settings.normaliser if isinstance(settings, BpeTokenizerConfig) else "the encoder's own",
+        vocab_size=tokenizer.get_vocab_size(),
+        sha256=hashlib.sha256(tokenizer_json.encode()).hexdigest(),
+        pad_id=pad_id,
+        unk_id=unk_id,
+    )
+
+
 def _manifest(
     contents: dict[str, _Content],
     labels: list[str],
-    tokenizer: Tokenizer,
+    info: TokenizerInfo,
     encoder: str | None,
     quarantined: int,
     folder: Path,
     config: Config,
 ) -> Manifest:
-    settings = config.tokenizer
-    pad_id, unk_id = special_ids(tokenizer)
-    info = TokenizerInfo(
-        kind=settings.kind,
-        normaliser=settings.normaliser if isinstance(settings, BpeTokenizerConfig) else "the encoder's own",
-        vocab_size=tokenizer.get_vocab_size(),
-        sha256=hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
-        pad_id=pad_id,
-        unk_id=unk_id,
-    )
     return Manifest(
         contract_version=CONTRACT_VERSION,
-        digest=_content_digest(contents, labels, info, encoder, settings.max_length),
+        digest=_content_digest(contents, labels, info, encoder, config.tokenizer.max_length),
         params_digest=dataset_params_digest(config),
         params=dataset_params(config),
         labels=labels,
@@ -205,7 +208,7 @@ def _manifest(
         quarantined=quarantined,
         tokenizer=info,
         encoder_digest=encoder,
-        max_length=settings.max_length,
+        max_length=config.tokenizer.max_length,
         truncated={split: content.num_truncated for split, content in contents.items()},
         token_counts={split: content.token_counts() for split, content in contents.items()},
         versions={"python": platform.python_version(), "pyarrow": pa.__version__, "tokenizers": tokenizers.__version__},

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from reprise.data.atomic import whole_file
 from reprise.data.dataset import Split
 
 
@@ -74,16 +75,14 @@ def write_features(path: Path, features: Mapping[str, NDArray[np.float32]]) -> N
     schema = pa.schema(
         [pa.field("features", pa.list_(pa.float32(), width), nullable=False)], metadata={"splits": json.dumps(counts)}
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for rows in features.values():
-                column = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(rows).reshape(-1)), width)
-                writer.write_batch(pa.record_batch([column], schema=schema))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        whole_file(path) as partial,
+        pa.OSFile(str(partial), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        for rows in features.values():
+            column = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(rows).reshape(-1)), width)
+            writer.write_batch(pa.record_batch([column], schema=schema))
 
 
 def read_features(path: Path, name: str) -> NDArray[np.float32]:

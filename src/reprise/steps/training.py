@@ -34,6 +34,7 @@ from reprise.stopping import Stopped, catch_signals
 from reprise.tracking import mlflow_store
 from reprise.tracking.journal import Journal
 from reprise.training.loop import FitState, count_parameters, fit, restore
+from reprise.training.memory import keep_freed_memory
 from reprise.training.optim import build_optimizers
 from reprise.training.randomness import make_deterministic
 
@@ -62,6 +63,7 @@ def train(project: Project, *, restart: bool = False) -> str:
 
     torch.set_num_threads(config.train.num_threads)
     make_deterministic(config.train.seed)
+    keep_freed_memory()
     whole_model = build_model(config.model, data).to(device)
     model, lessons = learner_and_lessons(project, whole_model, data, device)
     optimizers = build_optimizers(model, config.train.optimizer)
