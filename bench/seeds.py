@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +28,11 @@ from reprise.evaluation.predict import predict
 from reprise.models import build_model
 from reprise.project import Project, open_project
 from reprise.steps.lessons import learner_and_lessons
+from reprise.training.averaging import moving_average, shipped_weights
 from reprise.training.loop import FitState, fit
 from reprise.training.memory import keep_freed_memory
 from reprise.training.optim import build_optimizers
+from reprise.training.precision import loss_scaler
 from reprise.training.randomness import make_deterministic
 
 
@@ -46,14 +49,15 @@ def run_seed(project: Project, data: EncodedDataset, seed: int, splits: list[str
     learner, lessons = learner_and_lessons(project, model, data, device)
     features_seconds = time.perf_counter() - start  # of the first seed: the others find the file
     optimizers = build_optimizers(learner, train.optimizer)
+    scaler, average = loss_scaler(device, train.precision), moving_average(learner, train.ema_decay)
     best: dict[str, torch.Tensor] = {}
 
-    def save(state: dict[str, object], is_best: bool) -> None:
+    def save(state: dict[str, Any], is_best: bool) -> None:
         if is_best:
-            best.update({name: tensor.clone() for name, tensor in state["model"].items()})  # type: ignore[attr-defined]
+            best.update({name: tensor.clone() for name, tensor in shipped_weights(state).items()})
 
     state = fit(
-        learner, optimizers, lessons, train, config.execution, device, FitState(),
+        learner, optimizers, scaler, average, lessons, train, config.execution, device, FitState(),
         evaluation_batch_size=config.evaluate.batch_size, log=lambda step, values: None, save=save,
         show=lambda state, loss: None, stop_requested=lambda: None,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def test_all_problems_at_once_each_with_its_path(tiny_params: Params) -> None:
     }
     assert "found 0; input should be greater than or equal to 1" in found["train.max_epochs"]
     assert "1.0e-3" in found["train.optimizer.peak_lr"]
-    assert "'fp32' or 'bf16'" in found["train.precision"]
+    assert "'fp32', 'bf16' or 'fp16'" in found["train.precision"]
     assert "missing; there are no defaults in code" in found["model.embedding_dim"]
     assert "unknown key" in found["model.embedding_dims"]
     assert "missing" in found["evaluate"]

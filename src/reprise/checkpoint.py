@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def save_checkpoint(state: State, *paths: Path) -> None:
     finally:
         draft.unlink(missing_ok=True)
         link.unlink(missing_ok=True)
+
+
+def require_space(directory: Path, num_bytes: int, num_files: int) -> None:
+    """Return if ``num_files`` checkpoints of ``num_bytes`` each will fit; those that lie in ``directory`` already are counted in.
+
+    Raises:
+        CheckpointError: they will not; the figures are named. Better before the first step than after the first epoch.
+    """
+    present = sum(path.stat().st_size for path in directory.glob("*.pt"))
+    free, needed = shutil.disk_usage(directory).free, num_files * num_bytes - present
+    if free < needed:
+        raise CheckpointError(
+            f"{directory}: {free / 1e9:.2f} GB are free, and {num_files} checkpoints of {num_bytes / 1e9:.2f} GB each need "
+            f"{needed / 1e9:.2f} GB more. Make room (old runs lie in runs/), lower execution.keep_last, or name a folder on "
+            "another disk with --workdir"
+        )
 
 
 def _write_durably(state: State, path: Path) -> None:

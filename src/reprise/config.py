@@ -312,7 +312,9 @@ class TrainConfig(Section):
     class_weights: Literal["none", "balanced"]
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    tf32: bool
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     best_metric: Literal["accuracy", "macro_f1", "loss"]
     patience: PositiveInt | None
 
@@ -356,6 +358,8 @@ class ExecutionConfig(Section):
     prefetch_factor: PositiveInt
     log_every_steps: PositiveInt
     checkpoint_every_steps: PositiveInt | None
+    checkpoint_every_minutes: PositiveFloat | None
+    keep_last: PositiveInt
 
 
 class Config(Section):

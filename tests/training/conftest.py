@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from reprise.batches import Batch
@@ -19,8 +20,10 @@ from reprise.data.dataset import EncodedDataset
 from reprise.models import build_model
 from reprise.stopping import Stopped
 from reprise.training import loop
+from reprise.training.averaging import moving_average, shipped_weights
 from reprise.training.loop import FitState, fit, restore
 from reprise.training.optim import build_optimizers
+from reprise.training.precision import loss_scaler
 from reprise.training.randomness import make_deterministic
 
 CPU = torch.device("cpu")
@@ -33,6 +36,7 @@ class Training:
     folder: Path
     model: nn.Module
     optimizers: list[Optimizer]
+    scaler: GradScaler
     state: FitState
     rows: list[tuple[int, list[int]]] = field(default_factory=list)
     logged: list[tuple[int, str, float]] = field(default_factory=list)
@@ -55,7 +59,9 @@ class Training:
             "step": self.state.step,
             "best": (self.state.best_step, self.state.best_value),
             "epochs_without_gain": self.state.epochs_without_gain,
-            "best.pt": tensor_digest(load_checkpoint(self.best, CPU)["model"]),
+            "scaler": self.scaler.state_dict(),
+            "skipped": self.state.skipped_steps,
+            "best.pt": tensor_digest(shipped_weights(load_checkpoint(self.best, CPU))),
         }
 
 
@@ -81,14 +87,15 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, det
         make_deterministic(config.train.seed if resume is None else 999)
         model = build_model(config.model, data)
         optimizers = build_optimizers(model, config.train.optimizer)
+        scaler, average = loss_scaler(CPU, config.train.precision), moving_average(model, config.train.ema_decay)
         if resume is None:
             folder = tmp_path / f"run-{next(counter)}"
             folder.mkdir()
             state = FitState()
         else:
             folder = resume.folder
-            state = restore(model, optimizers, load_checkpoint(resume.last, CPU))
-        training = Training(folder, model, optimizers, state)
+            state = restore(model, optimizers, scaler, average, load_checkpoint(resume.last, CPU))
+        training = Training(folder, model, optimizers, scaler, state)
 
         def watched_loss(logits: Tensor, batch: Batch, class_weights: Tensor, label_smoothing: float) -> Tensor:
             training.rows.append((state.step, batch.positions.tolist()))
@@ -110,6 +117,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, det
             fit(
                 model,
                 optimizers,
+                scaler,
+                average,
                 data,
                 config.train,
                 config.execution,

@@ -27,6 +27,7 @@ from reprise.models import build_model, trained_part
 from reprise.project import Project, run_key
 from reprise.tracking import mlflow_store
 from reprise.tracking.provenance import environment, git_state
+from reprise.training.averaging import shipped_weights
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,24 @@ def _is_busy(project: Project) -> bool:
         return True
 
 
+def checkpoint_paths(run_dir: Path, step: int, keep_last: int, *, is_best: bool) -> list[Path]:
+    """Where the checkpoint of ``step`` belongs, in the order in which the names must appear: best before last."""
+    best = [run_dir / BEST] if is_best else []
+    own_name = [run_dir / f"step-{step:09d}.pt"] if keep_last > 1 else []
+    return [*best, *own_name, run_dir / LAST]
+
+
+def earlier_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints that ``execution.keep_last`` keeps beside last and best, oldest first."""
+    return sorted(run_dir.glob("step-*.pt"))
+
+
+def remove_old_checkpoints(run_dir: Path, keep_last: int) -> None:
+    """Remove all but the newest ``keep_last``; best.pt and last.pt are no matter of this."""
+    for path in earlier_checkpoints(run_dir)[:-keep_last]:
+        path.unlink()
+
+
 def has_finished(run_dir: Path) -> bool:
     path = run_dir / "result.json"
     return path.exists() and read_json(path)["status"] == "finished"
@@ -136,7 +155,7 @@ def trained_run(project: Project, key: str) -> Path:
 def best_model(project: Project, data: EncodedDataset, run_dir: Path, device: torch.device) -> nn.Module:
     torch.set_num_threads(project.config.train.num_threads)  # as in training: their number decides the last bits of every sum
     model = build_model(project.config.model, data)
-    trained_part(model).load_state_dict(load_checkpoint(run_dir / BEST, device)["model"])
+    trained_part(model).load_state_dict(shipped_weights(load_checkpoint(run_dir / BEST, device)))
     return model.to(device).eval()
 
 

@@ -19,6 +19,7 @@ from reprise.checkpoint import (
     State,
     load_checkpoint,
     require_same_environment,
+    require_space,
     save_checkpoint,
     tensor_digest,
     training_environment,
@@ -29,13 +30,24 @@ from reprise.models import build_model, trained_part
 from reprise.progress import training_progress
 from reprise.project import Project, run_key
 from reprise.steps.lessons import learner_and_lessons
-from reprise.steps.runs import BEST, LAST, has_finished, run_facts, write_json
+from reprise.steps.runs import (
+    BEST,
+    LAST,
+    checkpoint_paths,
+    earlier_checkpoints,
+    has_finished,
+    remove_old_checkpoints,
+    run_facts,
+    write_json,
+)
 from reprise.stopping import Stopped, catch_signals
 from reprise.tracking import mlflow_store
 from reprise.tracking.journal import Journal
-from reprise.training.loop import FitState, count_parameters, fit, restore
+from reprise.training.averaging import moving_average, shipped_weights
+from reprise.training.loop import FitState, count_bytes, count_parameters, fit, restore
 from reprise.training.memory import keep_freed_memory
-from reprise.training.optim import build_optimizers
+from reprise.training.optim import build_optimizers, optimizer_state_bytes
+from reprise.training.precision import allow_tf32, loss_scaler
 from reprise.training.randomness import make_deterministic
 
 logger = logging.getLogger(__name__)
@@ -63,13 +75,17 @@ def train(project: Project, *, restart: bool = False) -> str:
 
     torch.set_num_threads(config.train.num_threads)
     make_deterministic(config.train.seed)
+    allow_tf32(config.train.tf32)
     keep_freed_memory()
     whole_model = build_model(config.model, data).to(device)
     model, lessons = learner_and_lessons(project, whole_model, data, device)
     optimizers = build_optimizers(model, config.train.optimizer)
+    scaler, average = loss_scaler(device, config.train.precision), moving_average(model, config.train.ema_decay)
+    num_bytes = count_bytes(model) + optimizer_state_bytes(optimizers) + (count_bytes(model) if average is not None else 0)
+    require_space(run_dir, num_bytes, num_files=config.execution.keep_last + 2)  # best, and the one that is being written
     state = FitState()
     if saved := _last_checkpoint(run_dir, device):
-        state = restore(model, optimizers, saved)
+        state = restore(model, optimizers, scaler, average, saved)
         logger.info("run %s continues from step %d", key, state.step)
     total_steps = steps_per_epoch(len(data.splits["train"]), config.train.batch_size) * config.train.max_epochs
     logger.info(
@@ -101,12 +117,15 @@ def train(project: Project, *, restart: bool = False) -> str:
 
             def save(new: State, is_best: bool) -> None:
                 journal.sync()
-                paths = [run_dir / BEST, run_dir / LAST] if is_best else [run_dir / LAST]
+                paths = checkpoint_paths(run_dir, new["fit"]["step"], config.execution.keep_last, is_best=is_best)
                 save_checkpoint({**new, "environment": training_environment(device)}, *paths)
+                remove_old_checkpoints(run_dir, config.execution.keep_last)
 
             state = fit(
                 model,
                 optimizers,
+                scaler,
+                average,
                 lessons,
                 config.train,
                 config.execution,
@@ -138,18 +157,18 @@ def check_ready(project: Project) -> None:
 
 
 def _last_checkpoint(run_dir: Path, device: torch.device) -> State | None:
-    """What training goes on from: ``last.pt``, or ``best.pt`` where the former cannot be read; None where there is neither."""
+    """What training goes on from: ``last.pt``, or where that cannot be read the newest that can; None where there is none."""
     refusal: CheckpointError | None = None
-    for name in (LAST, BEST):
+    for path in (run_dir / LAST, *reversed(earlier_checkpoints(run_dir)), run_dir / BEST):
         try:
-            saved = load_checkpoint(run_dir / name, device)
+            saved = load_checkpoint(path, device)
         except FileNotFoundError:
             continue
         except CheckpointError as error:
             logger.warning("%s; falling back one slot", error)
             refusal = error
             continue
-        require_same_environment(saved.pop("environment"), training_environment(device), run_dir / name)
+        require_same_environment(saved.pop("environment"), training_environment(device), path)
         return saved
     if refusal:
         raise CheckpointError(
@@ -192,7 +211,7 @@ def _write_result(run_dir: Path, project: Project, data: EncodedDataset, state: 
             "device": str(next(model.parameters()).device),
             "versions": {name: version(name) for name in ("reprise", "torch", "numpy", "mlflow", "dvc", "prefect", "onnx")},
             "state_digest": tensor_digest(trained_part(model).state_dict()),
-            "best_state_digest": tensor_digest(best["model"]),
+            "best_state_digest": tensor_digest(shipped_weights(best)),
             "dataset_digest": data.manifest.digest,
             "mlflow_run_id": run_id,
         },

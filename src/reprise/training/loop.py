@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from reprise.batches import Batch, Positions, collate_for, load_groups, plan_epoch, steps_per_epoch
 from reprise.checkpoint import State
@@ -26,7 +28,7 @@ from reprise.evaluation.predict import predict
 from reprise.stopping import Stopped
 from reprise.training.kernels import attention_kernel
 from reprise.training.optim import clip_gradients, learning_rate_factor, set_learning_rate
-from reprise.training.precision import autocast
+from reprise.training.precision import autocast, lowers_scale, unscale_gradients
 from reprise.training.randomness import seed_forward
 
 HIGHER_IS_BETTER = {"accuracy": True, "macro_f1": True, "loss": False}
@@ -50,6 +52,8 @@ class FitState:
     best_value: float | None = None
     best_step: int | None = None
     epochs_without_gain: int = 0
+    skipped_steps: int = 0
+    """How often a step had to be tried again with a smaller loss scale (fp16)."""
     last_validation: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     """Time spent training and validating, over all processes that worked on this run."""
@@ -58,6 +62,8 @@ class FitState:
 def fit(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
+    scaler: GradScaler,
+    average: AveragedModel | None,
     data: EncodedDataset,
     config: TrainConfig,
     execution: ExecutionConfig,
@@ -73,6 +79,8 @@ def fit(
     """The state at the end of training; ``model`` then holds the last weights, and ``save`` was given the best ones.
 
     Args:
+        scaler: what ``loss_scaler`` gives for the precision.
+        average: a moving average of the weights, which is then what is validated; see ``averaging.py``.
         state: where to begin: ``FitState()``, or what a checkpoint held (weights and optimizers are then already restored).
         log: takes (optimizer step, values by name).
         save: takes (everything needed to go on, whether these are the best weights so far).
@@ -85,11 +93,10 @@ def fit(
     """
     split, labels = data.splits["train"], torch.from_numpy(data.splits["train"].labels)
     collate = collate_for(split, data.manifest.tokenizer.pad_id)
-    class_weights = class_weights_for(config, labels, len(data.manifest.labels))
+    class_weights = class_weights_for(config, labels, len(data.manifest.labels)).to(device)
     epoch_steps = steps_per_epoch(len(split), config.batch_size)
     total_steps = epoch_steps * config.max_epochs
     parameters = [p for p in model.parameters() if p.requires_grad]
-    device_weights = class_weights.to(device)
     clock = _Clock(state.seconds)
 
     for epoch in range(state.step // epoch_steps, config.max_epochs):
@@ -97,45 +104,44 @@ def fit(
             break
         model.train()
         groups = plan_epoch(split.lengths, config, epoch)[state.step % epoch_steps :]
-        for group, micro_batches in load_groups(split, groups, config, execution, collate):
-            # The divisor is that of the whole group, so that cutting it into micro-batches changes nothing but memory.
-            group_weight = float(class_weights[labels[group]].sum())
-            loss = torch.zeros((), device=device)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            for index, micro_batch in enumerate(micro_batches):
-                batch = micro_batch.to(device)
-                seed_forward(config.seed, state.step, index, device)
-                kernel = attention_kernel(device, config.precision, batch.inputs[0].shape[1])
-                with autocast(device, config.precision), kernel:
-                    logits = model(*batch.inputs)
-                micro_loss = summed_loss(logits, batch, device_weights, config.label_smoothing) / group_weight
-                micro_loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-                loss += micro_loss.detach()
-            norm = clip_gradients(parameters, config.optimizer.max_grad_norm)
+        for group, loaded in load_groups(split, groups, config, execution, collate):
+            micro_batches = [micro_batch.to(device) for micro_batch in loaded]
+            while True:
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=True)
+                loss = backward_group(model, micro_batches, class_weights, scaler, config, state.step)
+                unscale_gradients(scaler, optimizers)
+                norm = clip_gradients(parameters, config.optimizer.max_grad_norm)
+                if not lowers_scale(scaler, loss, norm):
+                    break
+                state.skipped_steps += 1  # neither the step nor the schedule moves on: the same group is tried again
             factor = learning_rate_factor(state.step, total_steps, config.schedule)
             _require_finite(state.step, loss, norm, factor * config.optimizer.peak_lr, split, group)
             set_learning_rate(optimizers, factor)
             for optimizer in optimizers:
                 optimizer.step()
+            scaler.update()
+            if average is not None:
+                average.update_parameters(model)
             state.step += 1
             state.seconds = clock.seconds()
 
             show(state, float(loss))
             if state.step % execution.log_every_steps == 0:
-                log(
-                    state.step,
-                    {"train/loss": float(loss), "train/grad_norm": float(norm), "train/lr": factor * config.optimizer.peak_lr},
-                )
+                values = {"train/loss": float(loss), "train/grad_norm": float(norm), "train/lr": factor * config.optimizer.peak_lr}
+                if scaler.is_enabled():
+                    values |= {"train/loss_scale": scaler.get_scale(), "train/skipped_steps": float(state.skipped_steps)}
+                log(state.step, values)
             if state.step % epoch_steps == 0:
                 continue  # the epoch is over: validate first, then save
             signal_number = stop_requested()
-            if signal_number or _is_due(state.step, execution.checkpoint_every_steps):
-                save(checkpoint_state(model, optimizers, state), False)
+            if signal_number or clock.checkpoint_is_due(state.step, execution):
+                save(checkpoint_state(model, optimizers, scaler, average, state), False)
+                clock.checkpoint_was_saved()
             if signal_number:
                 raise Stopped(signal_number)
 
-        metrics = validate(model, data, evaluation_batch_size, device)
+        metrics = validate(average.module if average is not None else model, data, evaluation_batch_size, device)
         state.last_validation = metrics
         is_best = strictly_better(metrics[config.best_metric], state.best_value, config.best_metric)
         if is_best:
@@ -146,10 +152,32 @@ def fit(
         trained = state.step * config.batch_size / state.seconds
         log(state.step, {f"validation/{name}": value for name, value in metrics.items()})
         log(state.step, {"time/seconds": state.seconds, "time/examples_per_second": trained})
-        save(checkpoint_state(model, optimizers, state), is_best)
+        save(checkpoint_state(model, optimizers, scaler, average, state), is_best)
+        clock.checkpoint_was_saved()
         if (signal_number := stop_requested()) and state.step < total_steps:
             raise Stopped(signal_number)
     return state
+
+
+def backward_group(
+    model: nn.Module, micro_batches: Sequence[Batch], class_weights: Tensor, scaler: GradScaler, config: TrainConfig, step: int
+) -> Tensor:
+    """The loss of a group, a scalar; its gradient is added to ``.grad`` of the weights, times the scale of ``scaler``.
+
+    ``class_weights`` [C] and the micro-batches are on the model's device. The divisor is the weight of the whole group, so that
+    cutting it into micro-batches changes nothing but memory.
+    """
+    device = class_weights.device
+    group_weight = torch.cat([class_weights[batch.labels] for batch in micro_batches]).sum()
+    loss = torch.zeros((), device=device)
+    for index, batch in enumerate(micro_batches):
+        seed_forward(config.seed, step, index, device)
+        with autocast(device, config.precision), attention_kernel(device, config.precision, batch.inputs[0].shape[1]):
+            logits = model(*batch.inputs)
+        micro_loss = summed_loss(logits, batch, class_weights, config.label_smoothing) / group_weight
+        scaler.scale(micro_loss).backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+        loss += micro_loss.detach()
+    return loss
 
 
 def summed_loss(logits: Tensor, batch: Batch, class_weights: Tensor, label_smoothing: float) -> Tensor:
@@ -183,25 +211,30 @@ def strictly_better(value: float, best: float | None, metric: str) -> bool:
     return value > best if HIGHER_IS_BETTER[metric] else value < best
 
 
-def checkpoint_state(model: nn.Module, optimizers: Sequence[Optimizer], state: FitState) -> State:
+def checkpoint_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler, average: AveragedModel | None, state: FitState
+) -> State:
     """All that ``restore`` needs to go on from here."""
     return {
         "model": model.state_dict(),
+        "average": average.state_dict() if average is not None else {},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "scaler": scaler.state_dict(),
         "fit": asdict(state),
     }
 
 
-def restore(model: nn.Module, optimizers: Sequence[Optimizer], saved: State) -> FitState:
-    """Put saved weights and optimizer state in place; strict: a missing or unknown tensor is an error."""
+def restore(
+    model: nn.Module, optimizers: Sequence[Optimizer], scaler: GradScaler, average: AveragedModel | None, saved: State
+) -> FitState:
+    """Put saved weights, optimizer state and loss scale in place; strict: a missing or unknown tensor is an error."""
     model.load_state_dict(saved["model"])
+    if average is not None:
+        average.load_state_dict(saved["average"])
+    scaler.load_state_dict(saved["scaler"])
     for optimizer, optimizer_state in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(optimizer_state)
     return FitState(**saved["fit"])
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
 
 
 def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float, split: Split, group: Positions) -> None:
@@ -215,13 +248,27 @@ def _require_finite(step: int, loss: Tensor, norm: Tensor, learning_rate: float,
 
 
 class _Clock:
-    """Seconds since it was made, on top of those that earlier processes spent on the run."""
+    """Seconds since it was made, on top of those that earlier processes spent on the run; and when the next checkpoint is due."""
 
     def __init__(self, already: float) -> None:
         self._start = time.perf_counter() - already
+        self._saved = time.perf_counter()
 
     def seconds(self) -> float:
         return time.perf_counter() - self._start
+
+    def checkpoint_is_due(self, step: int, execution: ExecutionConfig) -> bool:
+        steps, minutes = execution.checkpoint_every_steps, execution.checkpoint_every_minutes
+        by_steps = steps is not None and step % steps == 0
+        return by_steps or (minutes is not None and time.perf_counter() - self._saved >= 60 * minutes)
+
+    def checkpoint_was_saved(self) -> None:
+        self._saved = time.perf_counter()
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers that a checkpoint holds."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -93,6 +93,16 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return decayed, plain, sparse
 
 
+def optimizer_state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Bytes of what the optimizers will remember once they have stepped: two numbers a weight (AdamW), one a row (RowAdagrad)."""
+    num_bytes = 0
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            numbers = parameter.shape[0] if isinstance(optimizer, RowAdagrad) else 2 * parameter.numel()
+            num_bytes += numbers * parameter.element_size()
+    return num_bytes
+
+
 def learning_rate_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
     """The share of the peak learning rate for optimizer step ``step`` (0-based): linear warm-up, then a half cosine.
 
