@@ -65,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "frozen_embeddings": True,
             "frozen_layers": 1,
             "layer_lr_decay": 0.9,
+            "lora": None,
         },
         "train.optimizer.sparse_peak_lr": None,
     },
@@ -86,6 +87,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # The same with its encoder frozen as a whole.
 KINDS["frozen"] = {**KINDS["pretrained"], "model": {**KINDS["pretrained"]["model"], "frozen_layers": "all"}}
+# The same with adapters beside its weights.
+KINDS["lora"] = {
+    **KINDS["pretrained"],
+    "model": {**KINDS["pretrained"]["model"], "lora": {"rank": 2, "alpha": 4, "dropout": 0.1}},
+}
 TOPICS = {
     "card": ("card", "pin", "chip"),
     "loan": ("loan", "interest", "debt"),

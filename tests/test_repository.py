@@ -16,7 +16,7 @@ from reprise.cli import app
 from reprise.surroundings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md", "docker/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md", "docker/README.md", "docs/pytorch.md")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Folders and files that exist only after a run; the README's map must not call them part of the repository.
 MADE = re.compile(r"^(runs|release|mlartifacts|\.venv|mlflow\.db|data/(raw|split|encoded))")
@@ -101,6 +101,17 @@ def test_the_map_names_what_is_there_and_all_of_the_package() -> None:
     assert [name for name in sorted(named) if MADE.match(name) or not (ROOT / name).exists()] == []
     rooms = {f"src/reprise/{path.name}/" for path in (ROOT / "src/reprise").iterdir() if (path / "__init__.py").exists()}
     assert rooms <= named
+
+
+def test_every_idea_of_the_lesson_points_to_code_and_to_a_test_that_exist() -> None:
+    rows = [line.split("|")[1:-1] for line in read("docs/pytorch.md").splitlines() if line.startswith("| ") and ": test_" in line]
+    assert len(rows) > 30
+    for idea, where, test in rows:
+        for folder, cell in (("src/reprise", where), ("tests", test)):
+            pointers = re.findall(r"`([\w/]+\.py): (\w+)`", cell)
+            assert pointers, f"{idea}: no pointer in {cell}"
+            for file, name in pointers:
+                assert re.search(rf"^(def|class) {name}\b", read(f"{folder}/{file}"), re.MULTILINE), f"{idea}: {file}: {name}"
 
 
 def test_no_placeholder_is_left_in_a_page() -> None:

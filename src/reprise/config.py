@@ -254,6 +254,14 @@ class TransformerConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Adapters of low rank beside the encoder's linear layers; they are trained in place of its own weights."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    alpha: PositiveInt
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+
+
 class PretrainedConfig(Section):
     """A pretrained encoder with a linear head; where it comes from stands in ``tokenizer.encoder``."""
 
@@ -264,6 +272,17 @@ class PretrainedConfig(Section):
     frozen_embeddings: bool
     frozen_layers: NonNegativeInt | Literal["all"]
     layer_lr_decay: Annotated[float, Field(gt=0, le=1)]
+    lora: LoraConfig | None
+
+    @model_validator(mode="after")
+    def _lora_beside_frozen_weights(self) -> Self:
+        if self.lora is not None and (self.frozen_layers == "all" or not self.frozen_embeddings):
+            raise ValueError(
+                f"lora trains adapters beside the encoder's weights, which stay as they are; found frozen_embeddings: "
+                f"{str(self.frozen_embeddings).lower()} and frozen_layers: {self.frozen_layers}. Set frozen_embeddings: true and "
+                "frozen_layers to the number of layers from below that get no adapter (0: all get one), or lora: null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _frozen_from_below(self) -> Self:
@@ -314,6 +333,7 @@ class TrainConfig(Section):
     schedule: ScheduleConfig
     precision: Literal["fp32", "bf16", "fp16"]
     tf32: bool
+    activation_checkpointing: bool
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     best_metric: Literal["accuracy", "macro_f1", "loss"]
     patience: PositiveInt | None
@@ -381,6 +401,16 @@ class Config(Section):
             raise ValueError(
                 f"train.optimizer.sparse_peak_lr is {self.train.optimizer.sparse_peak_lr}, but model.kind is "
                 f"{self.model.kind}: give a number for bag (its table learns by Adagrad), null for every other model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _layers_to_compute_again(self) -> Self:
+        has_layers = self.model.kind == "transformer" or (self.model.kind == "pretrained" and not self.model.trains_head_only)
+        if self.train.activation_checkpointing and not has_layers:
+            raise ValueError(
+                f"train.activation_checkpointing is true, but what is trained of model.kind {self.model.kind} has no layers whose "
+                "activations could be computed again; set it to false. It is for transformer, and for pretrained below its head"
             )
         return self
 

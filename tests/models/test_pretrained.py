@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from reprise.config import Config
+from reprise.config import Config, ConfigError
 from reprise.data.dataset import EncodedDataset, encoder_digest
-from reprise.models import build_model, trained_part
+from reprise.models import build_model, make_servable, trained_part
 from reprise.models.pooling import first_token
 
 Make = Callable[..., nn.Module]
@@ -81,6 +81,44 @@ def test_the_dropout_of_params_is_in_force_everywhere(make_model: Make) -> None:
     inside = {m.p for m in model.encoder.modules() if isinstance(m, nn.Dropout)}
     assert inside == {0.25}
     assert model.head[0].p == 0.4
+
+
+# ------------------------------------------------------------------------------------------------------------------ LoRA
+
+
+def test_with_adapters_the_encoder_begins_as_it_was_and_only_they_and_the_head_learn(make_model: Make) -> None:
+    ids, mask = torch.tensor([[2, 40, 41, 3]]), torch.ones(1, 4, dtype=torch.long)
+    plain, model = make_model("pretrained", drawn=False), make_model("lora", drawn=False)
+    assert torch.equal(model.encoder(ids, mask), plain.encoder(ids, mask))
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or name.startswith("head.") for name in trainable)
+    assert not any("layer.0." in name for name in trainable), "frozen_layers: 1 leaves the first layer alone"
+    # A and B beside query, key, value, attention output and the two feed-forward products of the second layer
+    assert sum("lora_" in name for name in trainable) == 12
+    model.train()(ids, mask).square().sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == trainable
+
+
+def test_merged_adapters_say_the_same_and_leave_no_trace(make_model: Make) -> None:
+    ids, mask = torch.tensor([[2, 40, 41, 3], [2, 40, 3, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    model, plain = make_model("lora"), make_model("pretrained", drawn=False)
+    before, weights = model(ids, mask), {n: t.clone() for n, t in model.encoder.transformer.state_dict().items()}
+    assert any(name.endswith("lora_B.default.weight") and tensor.abs().max() > 0 for name, tensor in weights.items())
+    merged = make_servable(model)
+    assert torch.allclose(merged(ids, mask), before, atol=1e-5)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    assert not torch.allclose(
+        merged.encoder.transformer.encoder.layer[1].attention.self.query.weight,
+        weights["encoder.layer.1.attention.self.query.base_layer.weight"],
+    )
+
+
+@pytest.mark.parametrize(("embeddings", "layers"), [(False, 0), (True, "all")])
+def test_adapters_beside_weights_that_learn_or_have_no_use(
+    embeddings: bool, layers: Any, tiny_config: Callable[..., Config]
+) -> None:
+    with pytest.raises(ConfigError, match="lora trains adapters beside the encoder's weights"):
+        tiny_config("lora", {"model.frozen_embeddings": embeddings, "model.frozen_layers": layers})
 
 
 @pytest.fixture

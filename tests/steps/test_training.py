@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from reprise.checkpoint import CheckpointError
 from reprise.data.dataset import StaleDatasetError
 from reprise.project import Project
 from reprise.steps import training
@@ -103,6 +104,66 @@ def test_a_kill_between_the_two_checkpoints_of_an_epoch_changes_no_bit(project: 
     resumed = result(project, training.train(project))
     for name in ("state_digest", "best_state_digest", "best_step", "best_value", "steps"):
         assert resumed[name] == straight[name], name
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Training is asked to stop once it took ``step`` steps."""
+    fit = training.fit
+
+    def fit_until(*arguments: Any, **options: Any) -> Any:
+        state = arguments[-1]
+        return fit(*arguments, **{**options, "stop_requested": lambda: 15 if state.step >= step else None})
+
+    monkeypatch.setattr(training, "fit", fit_until)
+
+
+def with_execution(project: Project, **changes: Any) -> Project:
+    execution = project.config.execution.model_copy(update=changes)
+    return replace(project, config=project.config.model_copy(update={"execution": execution}))
+
+
+def test_earlier_checkpoints_are_kept_and_serve_where_the_last_is_torn(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FAULTS B4: one slot back, and it says so; the bits in the end are those of a straight run."""
+    straight = result(project, training.train(project))
+    shutil.rmtree(project.runs_dir)
+    several = with_execution(project, checkpoint_every_steps=2, keep_last=3)
+    stop_after(monkeypatch, 7)
+    with pytest.raises(Stopped):
+        training.train(several)
+    monkeypatch.undo()
+    (run_dir,) = project.runs_dir.iterdir()
+    names = sorted(path.name for path in run_dir.glob("*.pt"))
+    assert names == ["best.pt", "last.pt", "step-000000004.pt", "step-000000006.pt", "step-000000007.pt"]
+    assert (run_dir / "last.pt").samefile(run_dir / "step-000000007.pt"), "a second name costs no disk"
+    for name in ("last.pt", "step-000000007.pt"):
+        (run_dir / name).write_bytes(b"torn")
+    with caplog.at_level("INFO"):
+        resumed = result(project, training.train(several))
+    assert [f"{name} cannot be read" in caplog.text for name in ("last.pt", "step-000000007.pt")] == [True, True]
+    assert "continues from step 6" in caplog.text
+    for name in ("state_digest", "best_state_digest", "best_step", "best_value", "steps"):
+        assert resumed[name] == straight[name], name
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named_before_the_first_step(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.train(project)
+    (run_dir,) = project.runs_dir.iterdir()
+    size = (run_dir / "last.pt").stat().st_size
+    shutil.rmtree(project.runs_dir)
+    usage = shutil.disk_usage(project.workdir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2 * size))
+    monkeypatch.setattr(training, "fit", forbidden)
+    with pytest.raises(CheckpointError, match=r"0\.00 GB are free, and 3 checkpoints of .* lower execution\.keep_last"):
+        training.train(project)
+    monkeypatch.undo()
+    estimate: list[int] = []
+    monkeypatch.setattr(training, "require_space", lambda folder, num_bytes, num_files: estimate.append(num_bytes))
+    training.train(project)
+    assert estimate[0] == pytest.approx(size, rel=0.2), "the estimate must be that of a real checkpoint"
 
 
 def test_a_failure_is_recorded_as_one_and_the_next_call_continues(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from reprise.stopping import Stopped
 from reprise.training import loop
 from reprise.training.averaging import moving_average, shipped_weights
 from reprise.training.loop import FitState, fit, restore
+from reprise.training.memory import recompute_activations
 from reprise.training.optim import build_optimizers
 from reprise.training.precision import loss_scaler
 from reprise.training.randomness import make_deterministic
@@ -86,6 +87,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None, det
         # A resumed process starts from other random weights: all it may know comes from the checkpoint.
         make_deterministic(config.train.seed if resume is None else 999)
         model = build_model(config.model, data)
+        if config.train.activation_checkpointing:
+            recompute_activations(model)
         optimizers = build_optimizers(model, config.train.optimizer)
         scaler, average = loss_scaler(CPU, config.train.precision), moving_average(model, config.train.ema_decay)
         if resume is None:

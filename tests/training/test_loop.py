@@ -256,6 +256,23 @@ def test_a_value_that_is_not_finite_stops_before_the_weights_change(
     assert training.saved == []
 
 
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_come_every_so_many_steps_or_minutes(tiny_dataset: Dataset, tiny_config: Make, train: Any) -> None:
+    data = tiny_dataset("bag")
+
+    def saved(execution: dict[str, Any]) -> list[int]:
+        run = train(tiny_config("bag", {"train.max_epochs": 1, **execution}), data)
+        return [step for step, _ in run.saved]
+
+    total = -(-len(data.splits["train"]) // 64)
+    assert saved({}) == [total]
+    assert saved({"execution.checkpoint_every_steps": 2}) == [*range(2, total, 2), total]
+    assert saved({"execution.checkpoint_every_minutes": 1e-9}) == list(range(1, total + 1))
+    assert saved({"execution.checkpoint_every_minutes": 60.0}) == [total]
+
+
 # ------------------------------------------------------------------------------------------------------ frozen, detached
 
 

@@ -23,7 +23,7 @@ def joined(first: Any, second: Any, what: str) -> Any:
     return getattr(first, what) + getattr(second, what)
 
 
-@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained"])
+@pytest.mark.parametrize("kind", ["bag", "cnn", "transformer", "pretrained", "lora"])
 @pytest.mark.parametrize("order", ["global", "windows"])
 def test_continued_is_the_straight_run(kind: str, order: str, tiny_dataset: Dataset, tiny_config: Make, train: Any) -> None:
     data, config = tiny_dataset(kind), tiny_config(kind, {**ACCUMULATION, "train.order": order})

@@ -13,7 +13,7 @@ from reprise.config import BagConfig, CnnConfig, ModelConfig, PretrainedConfig
 from reprise.data.dataset import EncodedDataset
 from reprise.models.bag import Bag, word_start_table
 from reprise.models.cnn import Cnn
-from reprise.models.pretrained import Pretrained
+from reprise.models.pretrained import Pretrained, merge_adapters
 from reprise.models.transformer import Transformer
 
 
@@ -47,6 +47,20 @@ def build_model(config: ModelConfig, data: EncodedDataset) -> nn.Module:
 def trained_part(model: nn.Module) -> nn.Module:
     """What a training changes and a checkpoint holds: the model, or its head where the encoder below is frozen as a whole."""
     return model.head if isinstance(model, Pretrained) and model.config.trains_head_only else model
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that a deep model is a stack of, the lowest first; none for a shallow one."""
+    if isinstance(model, Transformer):
+        return list(model.blocks)
+    return model.layers() if isinstance(model, Pretrained) else []
+
+
+def make_servable(model: nn.Module) -> nn.Module:
+    """``model`` as it is evaluated and exported: in eval mode, adapters merged into the weights they belong to."""
+    if isinstance(model, Pretrained) and model.config.lora is not None:
+        merge_adapters(model)
+    return model.eval()
 
 
 def learning_rate_scales(model: nn.Module) -> dict[nn.Parameter, float]:

@@ -4,7 +4,8 @@ The encoder is one of the transformers library, read from data/encoder; weights 
 the encoder's own is run. B batch, L length, D width of the encoder, C classes (see ``models/__init__.py``).
 
 Source: Devlin et al. 2019 (arXiv:1810.04805), fine-tuning; Reimers & Gurevych 2019 (arXiv:1908.10084), mean pooling;
-Howard & Ruder 2018 (arXiv:1801.06146), learning rates that fall from layer to layer, and freezing.
+Howard & Ruder 2018 (arXiv:1801.06146), learning rates that fall from layer to layer, and freezing; Hu et al. 2021
+(arXiv:2106.09685), LoRA.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reprise.config import PretrainedConfig
+from reprise.config import LoraConfig, PretrainedConfig
 from reprise.models.pooling import first_token, masked_max, masked_mean
 
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
@@ -51,6 +52,8 @@ class Pretrained(nn.Module):
         self.config = config
         self.encoder = Encoder(config, encoder_dir)
         self.head = nn.Sequential(nn.Dropout(config.head_dropout), nn.Linear(self.encoder.width, num_classes))
+        if config.lora is not None:
+            add_adapters(self.encoder.transformer, config.lora)
         self._freeze()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ class Pretrained(nn.Module):
         distance from the head, which has 1 and is not listed."""
         if self.config.layer_lr_decay == 1:
             return {}
-        layers = self._layers()
+        layers = self.layers()
         scales: dict[nn.Parameter, float] = {}
         for depth, module in enumerate([self._embeddings(), *layers]):
             scale = self.config.layer_lr_decay ** (len(layers) + 1 - depth)
@@ -77,7 +80,7 @@ class Pretrained(nn.Module):
         if self.config.frozen_embeddings:
             self._embeddings().requires_grad_(requires_grad=False)
         if self.config.frozen_layers:
-            layers = self._layers()
+            layers = self.layers()
             if self.config.frozen_layers > len(layers):
                 raise ValueError(f"model.frozen_layers: found {self.config.frozen_layers}; this encoder has {len(layers)} layers")
             for layer in layers[: self.config.frozen_layers]:
@@ -87,7 +90,7 @@ class Pretrained(nn.Module):
         module: nn.Module = self.encoder.transformer.embeddings
         return module
 
-    def _layers(self) -> list[nn.Module]:
+    def layers(self) -> list[nn.Module]:
         """The encoder's layers, the one above the embeddings first.
 
         Raises:
@@ -129,3 +132,27 @@ def load_transformer(encoder_dir: Path, dropout: float) -> Any:
         raise ValueError(f"{encoder_dir}: model.safetensors lacks {len(missing)} weights of the encoder, {missing[0]} for one")
     transformer.pooler = None  # we pool ourselves; its weights would be carried and never trained
     return transformer
+
+
+def add_adapters(transformer: nn.Module, config: LoraConfig) -> None:
+    """Give each linear layer an adapter, ``alpha / rank * B A``, and freeze everything else.
+
+    B begins as zeros, so the encoder begins as it was. A is drawn from torch's global generator.
+    """
+    import peft
+
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, bias="none", target_modules="all-linear"
+    )
+    peft.inject_adapter_in_model(settings, transformer)
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add each adapter to the weights it lies beside and remove it: what is left is an encoder like any other."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())

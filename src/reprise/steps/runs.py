@@ -23,7 +23,7 @@ from reprise.config import digest, flatten, load_config
 from reprise.data.atomic import write_whole_file
 from reprise.data.dataset import EncodedDataset, open_dataset
 from reprise.device import choose_device
-from reprise.models import build_model, trained_part
+from reprise.models import build_model, make_servable, trained_part
 from reprise.project import Project, run_key
 from reprise.tracking import mlflow_store
 from reprise.tracking.provenance import environment, git_state
@@ -156,7 +156,7 @@ def best_model(project: Project, data: EncodedDataset, run_dir: Path, device: to
     torch.set_num_threads(project.config.train.num_threads)  # as in training: their number decides the last bits of every sum
     model = build_model(project.config.model, data)
     trained_part(model).load_state_dict(shipped_weights(load_checkpoint(run_dir / BEST, device)))
-    return model.to(device).eval()
+    return make_servable(model.to(device))
 
 
 def read_split(project: Project, name: str) -> pa.Table:

@@ -45,7 +45,7 @@ from reprise.tracking import mlflow_store
 from reprise.tracking.journal import Journal
 from reprise.training.averaging import moving_average, shipped_weights
 from reprise.training.loop import FitState, count_bytes, count_parameters, fit, restore
-from reprise.training.memory import keep_freed_memory
+from reprise.training.memory import keep_freed_memory, recompute_activations
 from reprise.training.optim import build_optimizers, optimizer_state_bytes
 from reprise.training.precision import allow_tf32, loss_scaler
 from reprise.training.randomness import make_deterministic
@@ -79,6 +79,8 @@ def train(project: Project, *, restart: bool = False) -> str:
     keep_freed_memory()
     whole_model = build_model(config.model, data).to(device)
     model, lessons = learner_and_lessons(project, whole_model, data, device)
+    if config.train.activation_checkpointing:
+        recompute_activations(model)
     optimizers = build_optimizers(model, config.train.optimizer)
     scaler, average = loss_scaler(device, config.train.precision), moving_average(model, config.train.ema_decay)
     num_bytes = count_bytes(model) + optimizer_state_bytes(optimizers) + (count_bytes(model) if average is not None else 0)
