@@ -16,7 +16,7 @@ from reprise.cli import app
 from reprise.surroundings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md", "docker/README.md", "docs/pytorch.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md", "docker/README.md", "docs/pytorch.md", "docs/recipes.md")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Folders and files that exist only after a run; the README's map must not call them part of the repository.
 MADE = re.compile(r"^(runs|release|mlartifacts|\.venv|mlflow\.db|data/(raw|split|encoded))")
@@ -104,7 +104,11 @@ def test_the_map_names_what_is_there_and_all_of_the_package() -> None:
 
 
 def test_every_idea_of_the_lesson_points_to_code_and_to_a_test_that_exist() -> None:
-    rows = [line.split("|")[1:-1] for line in read("docs/pytorch.md").splitlines() if line.startswith("| ") and ": test_" in line]
+    rows = [
+        line.split("|")[1:-1]
+        for line in read("docs/pytorch.md", "docs/recipes.md").splitlines()
+        if line.startswith("| ") and ": test_" in line
+    ]
     assert len(rows) > 30
     for idea, where, test in rows:
         for folder, cell in (("src/reprise", where), ("tests", test)):
