@@ -104,11 +104,7 @@ def test_the_map_names_what_is_there_and_all_of_the_package() -> None:
 
 
 def test_every_idea_of_the_lesson_points_to_code_and_to_a_test_that_exist() -> None:
-    rows = [
-        line.split("|")[1:-1]
-        for line in read("docs/pytorch.md", "docs/recipes.md").splitlines()
-        if line.startswith("| ") and ": test_" in line
-    ]
+    rows = [line.split("|")[1:-1] for line in read("docs/pytorch.md").splitlines() if line.startswith("| ") and ": test_" in line]
     assert len(rows) > 30
     for idea, where, test in rows:
         for folder, cell in (("src/reprise", where), ("tests", test)):
